@@ -1,0 +1,17 @@
+"""Errors made for people: one line that names the value, the limit and the way out. The CLI prints them as they are."""
+
+
+class WeftError(Exception):
+    """Base of everything weft raises on purpose."""
+
+
+class ModelError(WeftError):
+    """The model directory, its config, its weights or its tokenizer cannot be used."""
+
+
+class RequestError(WeftError, ValueError):
+    """One request is malformed or cannot ever fit; the engine goes on without it."""
+
+
+class OptionError(WeftError, ValueError):
+    """An option of the engine or of the command line has a value that makes no sense."""
