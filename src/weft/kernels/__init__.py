@@ -1,0 +1,1 @@
+"""Attention backends behind one interface. They know nothing of requests or scheduling."""

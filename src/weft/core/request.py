@@ -1,0 +1,50 @@
+"""A request as the scheduler sees it: counts, hashes and times, never token values."""
+
+import enum
+from dataclasses import dataclass, field
+
+
+class State(enum.Enum):
+    WAITING = "waiting"  # in the queue: new, or preempted
+    RUNNING = "running"  # holds a seat, a slot and blocks
+    FINISHED = "finished"  # done, stopped or aborted; holds nothing
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Identity is the object itself. While it runs, its counts live in `Slots`; `known` here is what it queues with."""
+
+    id: str
+    prompt_tokens: int
+    max_tokens: int  # most tokens to sample
+    arrival: float = 0.0  # seconds, on the clock of `Scheduler.plan(now)`
+    priority: int = 0  # lower goes first
+    reuse_prefix: bool = True  # False: compute every token, even where the cache has it (prompt logprobs)
+    hashes: list[bytes] = field(default_factory=list)  # chained, one per full block of tokens whose values are known
+
+    state: State = State.WAITING
+    finish_reason: str | None = None
+    slot: int = -1  # -1: none. Kept after the seat is given up while a step in flight still names it.
+    known: int = 0  # tokens to compute on (re)admission: the prompt, plus what was sampled before a preemption
+    blocks: list[int] = field(default_factory=list)
+    named: int = 0  # of its blocks, how many were offered to the prefix cache
+
+    started: float | None = None  # start of the first step that carried it
+    first_token: float | None = None  # end of the step that sampled its first token
+    finished: float | None = None
+    cached_tokens: int = 0  # prompt tokens it did not have to compute at its first admission
+    preemptions: int = 0
+    lost_tokens: int = 0  # computed, then given up by preemption
+
+    def __post_init__(self) -> None:
+        self.known = self.prompt_tokens
+
+    @property
+    def limit(self) -> int:
+        """Tokens it has when it has all: prompt and the most that may be sampled."""
+        return self.prompt_tokens + self.max_tokens
+
+    @property
+    def age_key(self) -> tuple[int, float, str]:
+        """Sorts by who may go first: class, then arrival. The smallest of all is never a victim."""
+        return (self.priority, self.arrival, self.id)

@@ -1,0 +1,366 @@
+"""The scheduler: three passes make a plan (decodes, running prefills, new prefills), one commit takes it back in.
+
+It is a pure function of what it is told. The loop calls `plan`, hands the plan to an executor, and calls `commit` with
+what came of it, in the same order; when a plan is made, at most one earlier one is uncommitted.
+"""
+
+from bisect import insort
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.blocks import BlockPool
+from weft.core.policies import Policy, StepLoad
+from weft.core.prefix import PrefixCache
+from weft.core.request import Request, State
+from weft.core.slots import Slots
+from weft.core.step import BlockUpdates, Outcome, StepPlan, StepRecord
+from weft.errors import RequestError
+
+
+class Scheduler:
+    """Owns the queue, the seats and the blocks."""
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.policy = policy
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.pool = BlockPool(num_blocks)
+        self.cache = PrefixCache(self.pool, enable_prefix_caching)
+        self.slots = Slots(max_num_seqs)
+        self.waiting: list[Request] = []  # sorted by age_key
+        self.running: list[Request] = []  # sorted by age_key
+        self._prefilling: list[Request] = []  # of those running, the ones with prompt left to plan
+        self._leaving: list[Request] = []  # gave up their seat; their slot is still named by a plan
+        self._draft = _Draft()
+        self._steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another plan could do something, now or after the commit of what is in flight."""
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queues a request; refuses one that could never finish."""
+        if request.prompt_tokens < 1:
+            raise RequestError("the prompt is empty: at least one token is needed to predict the next one")
+        # The last token is sampled, never computed, so it needs no room.
+        if self._blocks_for(request.limit - 1) > self.pool.num_blocks:
+            raise RequestError(
+                f"the request may grow to {request.limit} tokens, but the KV cache holds "
+                f"{self.pool.num_blocks * self.block_size}: lower max_tokens, shorten the prompt or enlarge the cache"
+            )
+        insort(self.waiting, request, key=_age)
+
+    def abort(self, request: Request, reason: str = "abort", now: float | None = None) -> None:
+        """Ends a request at any moment. What a step in flight still computes for it is thrown away."""
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+            self._end(request, reason, now)
+        elif request.state is State.RUNNING:
+            self._unseat(request)
+            self._end(request, reason, now)
+            self._retire_slots()
+
+    def clear_cache(self) -> None:
+        """Forgets all cached content. Running requests keep theirs, unnamed."""
+        self.cache.clear()
+        for request in self.running:
+            request.named = len(request.blocks)
+
+    def forget_flight(self) -> None:
+        """After a step that failed: nothing is in flight any more, and no commit will come for what was."""
+        self.slots.in_flight[:] = 0
+        self._retire_slots()
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next forward pass, or None where nothing can be done (idle, or all waits for a commit)."""
+        draft = self._draft = _Draft()
+        decodes = self._plan_decodes()
+        tokens, reason = self.policy.allowance(StepLoad(decodes=len(decodes)))
+        tokens -= self._plan_running_prefills(tokens)
+        self._plan_new_prefills(tokens, now)
+        # A victim of the prefill passes may be among the decodes that were settled before.
+        decodes = decodes[self.slots.decoding[decodes]]
+        self._retire_slots()
+        if not len(decodes) and not draft.prefills:
+            return None
+        return self._seal(decodes, reason)
+
+    def commit(self, plan: StepPlan, outcome: Outcome, started: float, finished: float) -> StepRecord:
+        """Takes a step's outcome in: progress, finishes, blocks that became full."""
+        slots = self.slots
+        slots.in_flight[plan.slots] -= 1
+        slots.computed[plan.slots] = plan.first + plan.count
+        for row in range(plan.num_decodes, len(plan.requests)):
+            _note_times(plan.requests[row], bool(plan.samples[row]), started, finished)
+        for request in outcome.filled:
+            if request.state is State.RUNNING:
+                self._name_blocks(request, len(request.hashes))
+        for request, finish_reason in outcome.finished:
+            if request.state is State.WAITING:  # preempted while this step was in flight
+                self.waiting.remove(request)
+            else:
+                self._unseat(request)
+            self._end(request, finish_reason, finished)
+        self._retire_slots()
+        return StepRecord(
+            number=plan.number,
+            started=started,
+            finished=finished,
+            predicted=plan.predicted,
+            reason=plan.reason,
+            decode_tokens=plan.num_decodes,
+            prefill_tokens=plan.num_tokens - plan.num_decodes,
+            cached_tokens=plan.cached_tokens,
+            preemptions=plan.preemptions,
+            requests_finished=len(outcome.finished),
+            running=len(self.running),
+            waiting=len(self.waiting),
+            free_blocks=self.pool.num_free,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the books do not balance. Costs O(blocks): for tests and idle moments."""
+        self.pool.check_integrity()
+        self.cache.check_integrity()
+        refs = [0] * self.pool.num_blocks
+        for request in self.running:
+            assert request.state is State.RUNNING and self.slots.occupant[request.slot] is request
+            assert self.slots.capacity[request.slot] == len(request.blocks) * self.block_size
+            for block in request.blocks:
+                refs[block] += 1
+        assert refs == self.pool.refs, "references and block tables disagree"
+        assert all(not request.blocks for request in [*self.waiting, *self._leaving]), "a seatless request holds blocks"
+        taken = len(self.running) + len(self._leaving)
+        assert self.slots.num_free == self.slots.size - taken, "a slot is neither free nor taken"
+        assert sorted(self.running, key=_age) == self.running and sorted(self.waiting, key=_age) == self.waiting
+        assert len(self.running) <= self.max_num_seqs
+
+    # The three passes
+
+    def _plan_decodes(self) -> NDArray[np.int64]:
+        """Slots of every request that can decode; blocks for those that need one, the oldest first."""
+        slots = self.slots
+        ready = np.flatnonzero(slots.decoding & (slots.known < slots.limit))
+        short = ready[slots.planned[ready] == slots.capacity[ready]]
+        if not len(short):
+            return ready
+        for request in sorted((self._occupant(slot) for slot in short.tolist()), key=_age):
+            if request.state is State.RUNNING and not self._grow(request, 1):
+                self._preempt(request)  # the youngest of all makes room for its elders
+        return ready[slots.decoding[ready]]
+
+    def _plan_running_prefills(self, tokens: int) -> int:
+        """Next slices of prefills under way, oldest first; returns the tokens spent."""
+        spent = 0
+        for request in list(self._prefilling):
+            if spent == tokens:
+                break
+            if request.state is State.RUNNING:  # else: became a victim on the way
+                spent += self._plan_prefill(request, tokens - spent)
+        return spent
+
+    def _plan_new_prefills(self, tokens: int, now: float) -> None:
+        """First slices of waiting requests, in order; the first that does not fit ends the pass, so none is overtaken."""
+        while tokens > 0 and self.waiting and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            if request.slot >= 0 or not self.slots.num_free or not self._fits(request):
+                break
+            self.waiting.pop(0)
+            self._seat(request)
+            tokens -= self._plan_prefill(request, tokens)
+
+    # Parts of the passes
+
+    def _plan_prefill(self, request: Request, tokens: int) -> int:
+        """The request's next slice of at most `tokens`; returns its length, 0 where no block could be had."""
+        slots, slot = self.slots, request.slot
+        self._take_cached(request)
+        first, known = int(slots.planned[slot]), int(slots.known[slot])
+        count = min(tokens, known - first)
+        if not self._grow(request, self._blocks_for(first + count) - len(request.blocks)):
+            return 0
+        self._draft.prefills.append((request, first, count))
+        slots.planned[slot] = first + count
+        # Named now, so that an equal prompt in this very step shares them: executors run plans in order, and a forward
+        # pass writes the keys and values of all its slices before it reads any.
+        self._name_blocks(request, (first + count) // self.block_size)
+        return count
+
+    def _take_cached(self, request: Request) -> None:
+        """Appends the blocks that others have computed (or have planned to) since the last look."""
+        slots, slot = self.slots, request.slot
+        planned = int(slots.planned[slot])
+        if not request.reuse_prefix or planned != slots.capacity[slot]:
+            return
+        # The last known token is always computed: its output is what the next one is sampled from.
+        stop = (int(slots.known[slot]) - 1) // self.block_size
+        blocks = self.cache.match(request.hashes, len(request.blocks), stop)
+        for block in blocks:
+            self.pool.retain(block)
+        self._append_blocks(request, blocks)
+        request.named = len(request.blocks)
+        gained = len(blocks) * self.block_size
+        slots.planned[slot] += gained
+        self._draft.cached_tokens += gained
+        if not request.preemptions:
+            request.cached_tokens += gained
+
+    def _fits(self, request: Request) -> bool:
+        """Whether the whole uncached prompt fits beside what runs, with room for the others to grow."""
+        if not self.running:
+            return True
+        hits = self.cache.match(
+            request.hashes, 0, (request.known - 1) // self.block_size if request.reuse_prefix else 0
+        )
+        unused_hits = sum(self.pool.refs[block] == 0 for block in hits)
+        claimed = sum(self._blocks_for(int(self.slots.known[r.slot])) - len(r.blocks) for r in self._prefilling)
+        needed = self._blocks_for(request.known) - len(hits) + unused_hits
+        growth_reserve = len(self.running)  # one block each
+        return needed + claimed + growth_reserve <= self.pool.num_free
+
+    def _grow(self, request: Request, count: int) -> bool:
+        """Gives a request `count` more blocks, preempting younger ones if it must."""
+        while self.pool.num_free < count:
+            victim = self._victim(request)
+            if victim is None:
+                return False
+            self._preempt(victim)
+        self._append_blocks(request, self.pool.allocate(max(0, count)))
+        return True
+
+    def _append_blocks(self, request: Request, blocks: list[int]) -> None:
+        index = len(request.blocks)
+        request.blocks += blocks
+        self.slots.capacity[request.slot] = len(request.blocks) * self.block_size
+        self._draft.blocks += [(request.slot, index + i, block) for i, block in enumerate(blocks)]
+
+    def _victim(self, claimant: Request) -> Request | None:
+        """The youngest running request younger than the claimant, unless this step already prefills for it."""
+        busy = {request.id for request, _, _ in self._draft.prefills}
+        for request in reversed(self.running):
+            if _age(request) <= _age(claimant):
+                return None
+            if request.id not in busy:
+                return request
+        return None
+
+    def _preempt(self, request: Request) -> None:
+        """Takes seat and blocks away; the request queues again with all tokens it knows, to be computed anew."""
+        slot = request.slot
+        request.known = int(self.slots.known[slot])
+        request.lost_tokens += int(self.slots.computed[slot])
+        request.preemptions += 1
+        self._draft.preemptions += 1
+        self._unseat(request)
+        request.state = State.WAITING
+        insort(self.waiting, request, key=_age)
+
+    def _seat(self, request: Request) -> None:
+        self.slots.take(request)
+        request.state = State.RUNNING
+        insort(self.running, request, key=_age)
+        insort(self._prefilling, request, key=_age)
+        self._draft.joined.append(request)
+
+    def _unseat(self, request: Request) -> None:
+        """Frees blocks and seat at once; the slot follows when no plan names it any more."""
+        self.running.remove(request)
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+        self.slots.decoding[request.slot] = False
+        self.pool.release(request.blocks, keep=self.cache.holds)
+        request.blocks = []
+        request.named = 0
+        self._leaving.append(request)
+
+    def _retire_slots(self) -> None:
+        """Slots given up in the making of a plan are reused only by later ones, and only when no step names them."""
+        if self._leaving:
+            staying = [request for request in self._leaving if self.slots.in_flight[request.slot]]
+            for request in self._leaving:
+                if not self.slots.in_flight[request.slot]:
+                    self.slots.give_back(request)
+            self._leaving = staying
+
+    def _end(self, request: Request, reason: str, now: float | None) -> None:
+        request.state = State.FINISHED
+        request.finish_reason = reason
+        request.finished = now
+
+    def _name_blocks(self, request: Request, stop: int) -> None:
+        """Offers the request's full blocks up to `stop` to the prefix cache, as far as their hashes are known."""
+        for index in range(request.named, min(stop, len(request.hashes))):
+            self.cache.insert(request.hashes[index], request.blocks[index])
+            request.named = index + 1
+
+    def _seal(self, decodes: NDArray[np.int64], reason: str) -> StepPlan:
+        """Turns the draft into arrays, and counts what the step will compute and sample as planned and known."""
+        draft, slots = self._draft, self.slots
+        prefills = draft.prefills
+        rows = np.concatenate([decodes, np.array([r.slot for r, _, _ in prefills], np.int64)])
+        first = np.concatenate([slots.planned[decodes], np.array([first for _, first, _ in prefills], np.int64)])
+        count = np.concatenate([np.ones(len(decodes), np.int64), np.array([count for *_, count in prefills], np.int64)])
+        samples = first + count == slots.known[rows]
+        slots.planned[decodes] += 1
+        slots.known[rows[samples]] += 1
+        slots.in_flight[rows] += 1
+        for row, (request, _, _) in enumerate(prefills, start=len(decodes)):
+            if samples[row]:
+                slots.decoding[request.slot] = True
+                self._prefilling.remove(request)
+        self._steps += 1
+        return StepPlan(
+            number=self._steps,
+            requests=[self._occupant(slot) for slot in rows.tolist()],
+            slots=rows,
+            first=first,
+            count=count,
+            samples=samples,
+            last=samples & (slots.known[rows] >= slots.limit[rows]),
+            num_decodes=len(decodes),
+            joined=draft.joined,
+            new_blocks=BlockUpdates(*np.array(draft.blocks, np.int64).reshape(-1, 3).T),
+            cached_tokens=draft.cached_tokens,
+            preemptions=draft.preemptions,
+            reason=reason,
+        )
+
+    def _occupant(self, slot: int) -> Request:
+        request = self.slots.occupant[slot]
+        assert request is not None, f"slot {slot} is empty"
+        return request
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+
+class _Draft:
+    """A plan in the making."""
+
+    def __init__(self) -> None:
+        self.prefills: list[tuple[Request, int, int]] = []  # request, first, count
+        self.joined: list[Request] = []
+        self.blocks: list[tuple[int, int, int]] = []  # slot, column, block
+        self.cached_tokens = 0
+        self.preemptions = 0
+
+
+def _age(request: Request) -> tuple[int, float, str]:
+    return request.age_key
+
+
+def _note_times(request: Request, samples: bool, started: float, finished: float) -> None:
+    if request.started is None:
+        request.started = started
+    if samples and request.first_token is None:
+        request.first_token = finished

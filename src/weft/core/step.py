@@ -1,0 +1,83 @@
+"""What passes between scheduler, loop and executor for one forward pass."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One request's part of a step, for people; plans keep arrays."""
+
+    request: Request
+    first: int  # position of its first token
+    count: int
+    samples: bool  # whether a token is sampled behind it
+
+
+class BlockUpdates(NamedTuple):
+    """Block table entries that are new since the last plan: table[slot, column] = block. Tables only ever append."""
+
+    slots: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One forward pass. Rows are slices: first the decodes (one token each), then the prefills."""
+
+    number: int
+    requests: list[Request]
+    slots: NDArray[np.int64]
+    first: NDArray[np.int64]
+    count: NDArray[np.int64]
+    samples: NDArray[np.bool_]
+    last: NDArray[np.bool_]  # the token sampled here reaches the request's limit
+    num_decodes: int
+    joined: list[Request]  # took their slot with this plan
+    new_blocks: BlockUpdates
+    cached_tokens: int  # taken from the prefix cache instead of computed
+    preemptions: int
+    reason: str  # what bounded the prefill tokens
+    predicted: float | None = None  # seconds; None: nobody predicted
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.count.sum())
+
+    def slices(self) -> Iterator[Slice]:
+        for row, request in enumerate(self.requests):
+            yield Slice(request, int(self.first[row]), int(self.count[row]), bool(self.samples[row]))
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the loop learned from the tokens of a step and core needs to know."""
+
+    finished: list[tuple[Request, str]] = field(default_factory=list)  # with the reason
+    filled: list[Request] = field(default_factory=list)  # got a new entry in `hashes`: a block became full
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What really happened. Times are seconds on the loop's clock."""
+
+    number: int
+    started: float
+    finished: float
+    predicted: float | None
+    reason: str
+    decode_tokens: int
+    prefill_tokens: int
+    cached_tokens: int
+    preemptions: int
+    requests_finished: int
+    running: int
+    waiting: int
+    free_blocks: int

@@ -1,0 +1,151 @@
+"""The loop: plan, run, commit. It owns the token values and the streams, and imports no torch."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.core import Outcome, Request, Scheduler, State, StepPlan, StepRecord
+from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, StepResult, TokenLogprobs
+from weft.engine.stream import Stream
+
+
+class TokenEvent(NamedTuple):
+    """One request's news from one step."""
+
+    stream: Stream
+    token: int | None  # None: it ended without one, or only prompt logprobs came
+    finish_reason: str | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # for the positions behind `prompt_first`
+    prompt_first: int = 0
+
+
+class Loop:
+    """Drives one scheduler and one executor, with `depth` steps in flight while the next is planned (0 or 1)."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        depth: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+        on_record: Callable[[StepRecord], None] = lambda record: None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.depth = depth
+        self.clock = clock
+        self.on_record = on_record
+        self.streams: dict[str, Stream] = {}
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self.scheduler.has_work
+
+    def add(self, stream: Stream) -> None:
+        self.scheduler.add(stream.request)
+        self.streams[stream.request.id] = stream
+
+    def abort(self, stream: Stream, reason: str = "abort") -> None:
+        """Ends a stream now; no further event names it. Harmless if it has ended."""
+        if self.streams.pop(stream.request.id, None) is not None:
+            self.scheduler.abort(stream.request, reason, self.clock())
+
+    def step(self) -> list[TokenEvent]:
+        """One turn: submits the next step if there is one, then takes in the oldest that is due."""
+        plan = self.scheduler.plan(self.clock())
+        if plan is not None:
+            self._in_flight.append((plan, self.executor.submit(plan, self._inputs(plan))))
+        if len(self._in_flight) > self.depth or (plan is None and self._in_flight):
+            return self._take_in(*self._in_flight.popleft())
+        return []
+
+    def drain(self) -> None:
+        """Takes in what is in flight without planning more, so that nothing runs when it returns."""
+        while self._in_flight:
+            self._take_in(*self._in_flight.popleft())
+
+    def prefilled(self, stream: Stream) -> int:
+        """Tokens of a stream whose keys and values are computed, for progress displays."""
+        slot = stream.request.slot
+        return int(self.scheduler.slots.computed[slot]) if slot >= 0 else 0
+
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        first, count = plan.first.tolist(), plan.count.tolist()
+        prefills = range(plan.num_decodes, len(plan.requests))
+        values = [self.streams[plan.requests[row].id].values(first[row], count[row]) for row in prefills]
+        setups = [_setup(self.streams[request.id]) for request in plan.joined]
+        return StepInputs(np.concatenate(values) if values else np.empty(0, np.int32), setups)
+
+    def _take_in(self, plan: StepPlan, pending: PendingStep) -> list[TokenEvent]:
+        try:
+            result = pending.result()
+        except Exception:
+            self._fail()
+            raise
+        outcome = Outcome()
+        events = list(self._events(plan, result, outcome))
+        self._hash_filled(plan, outcome)
+        self.on_record(self.scheduler.commit(plan, outcome, result.started, result.finished))
+        for request, _ in outcome.finished:
+            del self.streams[request.id]
+        return events
+
+    def _events(self, plan: StepPlan, result: StepResult, outcome: Outcome) -> Iterator[TokenEvent]:
+        """Appends sampled tokens to their streams and notices who is done."""
+        for row, found in result.prompt_logprobs.items():
+            if plan.requests[row].state is not State.FINISHED:
+                stream = self.streams[plan.requests[row].id]
+                yield TokenEvent(stream, None, None, prompt_logprobs=found, prompt_first=int(plan.first[row]))
+        last = plan.last.tolist()
+        for row, token in zip(np.flatnonzero(plan.samples).tolist(), result.tokens, strict=True):
+            request = plan.requests[row]
+            if request.state is State.FINISHED:
+                continue  # aborted, or ended in the step before: the surplus token is thrown away
+            stream = self.streams[request.id]
+            stream.output.append(token)
+            reason = None
+            if token in stream.stop_ids and len(stream.output) >= stream.params.min_tokens:
+                reason = "stop"
+            elif last[row]:
+                reason = "length"
+            if reason:
+                outcome.finished.append((request, reason))
+            yield TokenEvent(stream, token, reason, result.logprobs.get(row))
+
+    def _hash_filled(self, plan: StepPlan, outcome: Outcome) -> None:
+        size = self.scheduler.block_size
+        end = plan.first + plan.count
+        for row in np.flatnonzero(end // size > plan.first // size).tolist():
+            request = plan.requests[row]
+            if request.state is not State.FINISHED:
+                if self.streams[request.id].hash_full_blocks(int(end[row]), size):
+                    outcome.filled.append(request)
+
+    def _fail(self) -> None:
+        """A step raised: its blocks hold nothing to rely on. Ends every stream; the loop itself can go on."""
+        while self._in_flight:
+            with contextlib.suppress(Exception):
+                self._in_flight.popleft()[1].result()
+        for stream in list(self.streams.values()):
+            self.abort(stream, "error")
+        self.scheduler.clear_cache()
+        self.scheduler.forget_flight()
+
+
+def _setup(stream: Stream) -> SlotSetup:
+    request: Request = stream.request
+    return SlotSetup(
+        request.slot,
+        stream.params,
+        stream.seed,
+        stream.prompt,
+        np.array(stream.output, np.int32),
+        tuple(stream.stop_ids),
+    )

@@ -1,0 +1,86 @@
+"""SamplingParams: what a caller may ask of one request. Names and defaults are vLLM's where the meaning is the same."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.errors import RequestError
+
+MAX_LOGPROBS = 20  # alternatives reported per position
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    temperature: float = 1.0  # 0: the most likely token, always
+    top_k: int = 0  # keep the k most likely tokens; 0 or -1: all
+    top_p: float = 1.0  # keep the smallest set of tokens that holds this much probability
+    min_p: float = 0.0  # keep tokens at least this likely, relative to the most likely one
+    repetition_penalty: float = 1.0  # > 1 discourages tokens of the prompt and the output
+    frequency_penalty: float = 0.0  # per occurrence in the output
+    presence_penalty: float = 0.0  # once, if in the output
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None  # same seed, prompt and parameters: same tokens, whatever else runs
+    max_tokens: int | None = 16  # None: as many as the context allows
+    min_tokens: int = 0  # no end of text and no stop before this many
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # alternatives to report beside each sampled token
+    prompt_logprobs: int | None = None  # the same for each token of the prompt
+    n: int = 1  # independent completions of one prompt
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0, math.inf)
+        _whole("top_k", self.top_k, -1, math.inf)
+        _within("top_p", self.top_p, 0, 1, open_low=True)
+        _within("min_p", self.min_p, 0, 1)
+        _within("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True)
+        _within("frequency_penalty", self.frequency_penalty, -2, 2)
+        _within("presence_penalty", self.presence_penalty, -2, 2)
+        _whole("min_tokens", self.min_tokens, 0, math.inf)
+        _whole("n", self.n, 1, 128)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, math.inf)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if any(not isinstance(stop, str) or not stop for stop in self.stop_strings):
+            raise RequestError(f"stop={self.stop!r}: a stop string must be non-empty text")
+        for token, bias in (self.logit_bias or {}).items():
+            _within(f"logit_bias[{token}]", bias, -100, 100)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Token ids are only checkable beside a model."""
+        for name, ids in (("logit_bias", self.logit_bias or {}), ("stop_token_ids", self.stop_token_ids or ())):
+            for token in ids:
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                    raise RequestError(f"{name} names token id {token!r}, outside 0..{vocab_size - 1}")
+
+
+def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not good or math.isinf(value) or (open_low and value == low):
+        bounds = f"{'above' if open_low else 'at least'} {low}" + ("" if math.isinf(high) else f" and at most {high}")
+        raise RequestError(f"{name}={value!r} is out of range: it must be {bounds}")
+
+
+def _whole(name: str, value: int, low: int, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name}={value!r} must be a whole number")
+    _within(name, value, low, high)

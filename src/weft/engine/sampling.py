@@ -1,0 +1,250 @@
+"""Sampling: one batch of logits in, one token a row out. A row's token depends on its logits, its parameters, its seed
+and its position, never on its neighbours.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from weft.engine.executor import SlotSetup, TokenLogprobs
+
+PIECE = 1 << 24  # most float32 elements (rows x vocabulary) that prompt log probabilities hold at once: 64 MB
+
+
+class Sampler:
+    """Per-slot parameters as arrays on the host; tensors only where a row needs them."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.temperature = np.zeros(slots, np.float64)
+        self.top_k = np.zeros(slots, np.int64)  # 0: all
+        self.top_p = np.ones(slots, np.float64)
+        self.min_p = np.zeros(slots, np.float64)
+        self.seed = np.zeros(slots, np.uint64)
+        self.logprobs = np.full(slots, -1, np.int64)  # -1: none
+        self.prompt_logprobs = np.full(slots, -1, np.int64)
+        self.penalties = np.zeros((slots, 3), np.float64)  # repetition, frequency, presence
+        self.min_position = np.zeros(slots, np.int64)  # before this position the slot's stop ids are banned
+        self._biased = np.zeros(slots, np.bool_)
+        self._biases: dict[int, _TokenValues] = {}
+        self._bans: dict[int, _TokenValues] = {}
+        self._prompts: dict[int, NDArray[np.int32]] = {}  # of requests that want prompt log probabilities
+        self._history = _History(slots, vocab_size, device)
+
+    def setup(self, setup: SlotSetup) -> None:
+        """A request takes a slot, for the first time or after a preemption."""
+        slot, params = setup.slot, setup.params
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = max(0, params.top_k)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.seed[slot] = np.uint64(setup.seed & (2**64 - 1))
+        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.penalties[slot] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self._biased[slot] = bool(params.logit_bias)
+        if params.logit_bias:
+            self._biases[slot] = _TokenValues.of(list(params.logit_bias), list(params.logit_bias.values()))
+        banned = params.min_tokens > 0 and len(setup.stop_ids) > 0
+        self.min_position[slot] = len(setup.prompt) + params.min_tokens if banned else 0
+        if banned:
+            self._bans[slot] = _TokenValues.of(list(setup.stop_ids), [-np.inf] * len(setup.stop_ids))
+        if params.prompt_logprobs is not None:
+            self._prompts[slot] = setup.prompt
+        if params.has_penalties:
+            self._history.open(slot, setup.prompt, setup.output)
+        else:
+            self._history.close(slot)
+
+    def sample(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
+        """Tokens for `positions` (one per row) from raw logits [rows, vocab]. Logits are not changed."""
+        logits = self._edit(logits, slots, positions)
+        if not self.temperature[slots].any():
+            tokens = logits.argmax(-1)
+        else:
+            tokens = self._draw(logits, slots, positions)
+        penalised = np.flatnonzero(self._history.row[slots] >= 0)
+        if len(penalised):
+            self._history.append(slots[penalised], tokens[torch.from_numpy(penalised).to(self.device)])
+        return tokens
+
+    def describe(self, logits: Tensor, tokens: Tensor, slots: NDArray[np.int64]) -> dict[int, TokenLogprobs]:
+        """Log probabilities of the sampled tokens, from the raw logits, by row, for the rows that asked."""
+        rows = np.flatnonzero(self.logprobs[slots] >= 0)
+        if not len(rows):
+            return {}
+        index = torch.from_numpy(rows).to(self.device)
+        found = _logprobs(logits[index], tokens[index], self.logprobs[slots[rows]].tolist())
+        return dict(zip(rows.tolist(), found, strict=True))
+
+    def wants_prompt(self, slot: int) -> bool:
+        return bool(self.prompt_logprobs[slot] >= 0)
+
+    def describe_prompt(
+        self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor, slot: int, first: int
+    ) -> list[TokenLogprobs]:
+        """Log probabilities of the prompt tokens at first+1, first+2, ... given the hidden states at first, ..."""
+        targets = self._prompts[slot][first + 1 : first + 1 + len(hidden)]
+        wanted = int(self.prompt_logprobs[slot])
+        found: list[TokenLogprobs] = []
+        rows = max(1, PIECE // self.vocab_size)
+        for start in range(0, len(targets), rows):
+            piece = torch.from_numpy(targets[start : start + rows].astype(np.int64)).to(self.device)
+            logits = to_logits(hidden[start : start + len(piece)])
+            found += _logprobs(logits, piece, [wanted] * len(piece))
+        return found
+
+    def _edit(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
+        """Bias, bans and penalties, in vLLM's order."""
+        biased = np.flatnonzero(self._biased[slots])
+        banned = np.flatnonzero(positions < self.min_position[slots])
+        penalised = np.flatnonzero(self._history.row[slots] >= 0)
+        if not (len(biased) or len(banned) or len(penalised)):
+            return logits
+        logits = logits.clone()
+        for rows, values in ((biased, self._biases), (banned, self._bans)):
+            if len(rows):
+                _add(logits, rows, [values[slot] for slot in slots[rows].tolist()])
+        if len(penalised):
+            index = torch.from_numpy(penalised).to(self.device)
+            weights = torch.from_numpy(self.penalties[slots[penalised]]).to(self.device, logits.dtype)
+            logits[index] = self._history.penalise(logits[index], slots[penalised], weights)
+        return logits
+
+    def _draw(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
+        """Inverts each row's cumulative distribution at one uniform number, a hash of seed and position."""
+        temperature = self.temperature[slots]
+        greedy = temperature == 0
+        divisor = torch.from_numpy(np.where(greedy, 1.0, temperature)).to(self.device, logits.dtype)
+        scaled = self._truncate(logits / divisor[:, None], slots)
+        # float64, because a float32 sum over a large vocabulary would shift the borders between tokens
+        cumulative = torch.softmax(scaled.double(), -1).cumsum(-1)
+        uniform = torch.from_numpy(hashed_uniform(self.seed[slots], positions)).to(self.device)
+        drawn = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1)
+        if not greedy.any():
+            return drawn
+        return torch.where(torch.from_numpy(greedy).to(self.device), logits.argmax(-1), drawn)
+
+    def _truncate(self, logits: Tensor, slots: NDArray[np.int64]) -> Tensor:
+        """min_p, top_k and top_p: what falls away becomes -inf."""
+        min_p, top_k, top_p = self.min_p[slots], self.top_k[slots], self.top_p[slots]
+        if min_p.any():
+            floor = torch.from_numpy(np.log(np.maximum(min_p, 1e-300))).to(self.device, logits.dtype)
+            logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor[:, None], -torch.inf)
+        if not top_k.any() and not (top_p < 1).any():
+            return logits
+        values, order = logits.sort(-1, descending=True, stable=True)
+        keep_k = torch.from_numpy(np.where(top_k > 0, top_k, self.vocab_size)).to(self.device)
+        ranks = torch.arange(self.vocab_size, device=self.device)
+        values = values.masked_fill(ranks >= keep_k[:, None], -torch.inf)
+        probabilities = torch.softmax(values.double(), -1)
+        before = probabilities.cumsum(-1) - probabilities
+        mass = torch.from_numpy(np.where(top_p < 1, top_p, 2.0)).to(self.device)
+        values = values.masked_fill((before >= mass[:, None]) & (ranks > 0), -torch.inf)
+        return torch.empty_like(logits).scatter_(-1, order, values)
+
+
+class _TokenValues(NamedTuple):
+    """Numbers to add to the logits of a few tokens."""
+
+    ids: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, ids: list[int], values: list[float]) -> "_TokenValues":
+        return cls(np.array(ids, np.int64), np.array(values, np.float64))
+
+
+class _History:
+    """Which tokens a request has in its prompt and its output: rows of tensors, only for requests with penalties."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self.row = np.full(slots, -1, np.int64)  # of each slot; -1: none
+        self._free: list[int] = []
+        self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)  # in the output
+        self._seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)  # in prompt or output
+
+    def open(self, slot: int, prompt: NDArray[np.int32], output: NDArray[np.int32]) -> None:
+        self.close(slot)
+        if not self._free:
+            self._double()
+        row = self._free.pop()
+        self.row[slot] = row
+        device, size = self._counts.device, self._counts.shape[1]
+        sampled = torch.from_numpy(output.astype(np.int64)).to(device)
+        self._counts[row] = torch.bincount(sampled, minlength=size)
+        self._seen[row] = self._counts[row] > 0
+        self._seen[row, torch.from_numpy(prompt.astype(np.int64)).to(device)] = True
+
+    def close(self, slot: int) -> None:
+        if self.row[slot] >= 0:
+            self._free.append(int(self.row[slot]))
+            self.row[slot] = -1
+
+    def append(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
+        rows = torch.from_numpy(self.row[slots]).to(tokens.device)
+        self._counts[rows, tokens] += 1
+        self._seen[rows, tokens] = True
+
+    def penalise(self, logits: Tensor, slots: NDArray[np.int64], weights: Tensor) -> Tensor:
+        """Penalised logits; `weights` holds repetition, frequency and presence for each row."""
+        rows = torch.from_numpy(self.row[slots]).to(logits.device)
+        counts, seen = self._counts[rows], self._seen[rows]
+        repetition, frequency, presence = weights[:, :1], weights[:, 1:2], weights[:, 2:]
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        return torch.where(seen, repeated, logits) - frequency * counts - presence * (counts > 0)
+
+    def _double(self) -> None:
+        old = len(self._counts)
+        new = max(4, old)
+        self._counts = torch.cat([self._counts, self._counts.new_zeros((new, self._counts.shape[1]))])
+        self._seen = torch.cat([self._seen, self._seen.new_zeros((new, self._seen.shape[1]))])
+        self._free += range(old, old + new)
+
+
+def hashed_uniform(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A number in [0, 1) for each (seed, position), by two rounds of the splitmix64 finaliser."""
+    bits = _mix(seed + np.uint64(0x9E3779B97F4A7C15))
+    bits = _mix(bits ^ (position.astype(np.uint64) * np.uint64(0xD1342543DE82EF95)))
+    # 32 bits: below 1 by more than float64 rounding, so that the last token of nonzero probability is never overrun
+    return (bits >> np.uint64(32)).astype(np.float64) / 2.0**32
+
+
+def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def _add(logits: Tensor, rows: NDArray[np.int64], entries: list[_TokenValues]) -> None:
+    """Adds each row's values to its tokens, all rows at once."""
+    lengths = [len(entry.ids) for entry in entries]
+    where = torch.from_numpy(np.stack([np.repeat(rows, lengths), np.concatenate([entry.ids for entry in entries])]))
+    values = torch.from_numpy(np.concatenate([entry.values for entry in entries]))
+    row, token = where.to(logits.device)
+    logits[row, token] += values.to(logits.device, logits.dtype)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, wanted: list[int]) -> list[TokenLogprobs]:
+    logprobs = torch.log_softmax(logits.float(), -1)
+    chosen = logprobs.gather(-1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(-1) + 1
+    top = logprobs.topk(max(wanted), -1)
+    columns = zip(
+        tokens.tolist(),
+        chosen[:, 0].tolist(),
+        ranks.tolist(),
+        top.indices.tolist(),
+        top.values.tolist(),
+        wanted,
+        strict=True,
+    )
+    return [
+        TokenLogprobs(token, value, rank, dict(zip(ids[:k], values[:k], strict=True)))
+        for token, value, rank, ids, values, k in columns
+    ]

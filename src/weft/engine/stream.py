@@ -1,0 +1,66 @@
+"""Stream: the token values and wishes behind a core Request. The loop owns it; core never sees inside."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core import Request
+from weft.engine.hashing import block_hash, prompt_hashes, root_hash
+from weft.engine.params import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    request: Request
+    prompt: NDArray[np.int32]
+    params: SamplingParams
+    seed: int  # of this completion; never None
+    stop_ids: frozenset[int]  # end the request when sampled; empty where ignored
+    root: bytes  # what its first block's hash hangs on
+    output: list[int] = field(default_factory=list)
+
+    @classmethod
+    def open(
+        cls,
+        request_id: str,
+        prompt: NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_tokens: int,
+        eos_ids: tuple[int, ...],
+        block_size: int,
+        arrival: float,
+        priority: int = 0,
+        salt: str = "",
+    ) -> "Stream":
+        root = root_hash(salt)
+        request = Request(
+            id=request_id,
+            prompt_tokens=len(prompt),
+            max_tokens=max_tokens,
+            arrival=arrival,
+            priority=priority,
+            reuse_prefix=params.prompt_logprobs is None,
+            hashes=prompt_hashes(root, prompt, block_size),
+        )
+        stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else eos_ids)
+        return cls(request, prompt, params, seed, stop_ids, root)
+
+    def values(self, first: int, count: int) -> NDArray[np.int32]:
+        """Token ids at positions first..first+count-1."""
+        split = len(self.prompt)
+        if first + count <= split:
+            return self.prompt[first : first + count]
+        tail = np.array(self.output[max(0, first - split) : first + count - split], np.int32)
+        return np.concatenate([self.prompt[first:split], tail]) if first < split else tail
+
+    def hash_full_blocks(self, computed: int, block_size: int) -> bool:
+        """Extends the request's hashes over the blocks that `computed` tokens fill; says whether any was new."""
+        hashes = self.request.hashes
+        before = len(hashes)
+        while (len(hashes) + 1) * block_size <= computed:
+            parent = hashes[-1] if hashes else self.root
+            hashes.append(block_hash(parent, self.values(len(hashes) * block_size, block_size)))
+        return len(hashes) > before

@@ -1,0 +1,120 @@
+"""Attention in plain torch: runs everywhere, and is what faster backends are checked against."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from weft.kv import KVPool
+
+
+class ReferenceAttention:
+    """One step's attention (an `Attend`). Decode rows are padded and run together, prefill rows one by one.
+
+    `tables` holds each row's block table, `first` and `count` each row's positions; the first `num_decodes` rows are
+    decodes of one token.
+    """
+
+    def __init__(
+        self,
+        kv: KVPool,
+        places: Tensor,
+        tables: Tensor,
+        first: NDArray[np.int64],
+        count: NDArray[np.int64],
+        num_decodes: int,
+    ) -> None:
+        self.kv = kv
+        self.places = places
+        self.num_decodes = num_decodes
+        self._decodes = [
+            _PaddedDecodes(kv.block_size, tables, rows, first[rows])
+            for rows in _similar_lengths(first[:num_decodes], kv.block_size)
+        ]
+        starts = np.cumsum(count) - count
+        self._prefills = [
+            _Prefill(kv.block_size, tables[row], int(starts[row]), int(first[row]), int(count[row]))
+            for row in range(num_decodes, len(count))
+        ]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        self.kv.write(layer, self.places, k, v)
+        out = torch.empty_like(q)
+        for group in self._decodes:
+            out[group.rows] = group.attend(self.kv, layer, q[group.rows], scale, window)
+        for prefill in self._prefills:
+            span = slice(prefill.start, prefill.start + prefill.count)
+            out[span] = prefill.attend(self.kv, layer, q[span], scale, window)
+        return out.flatten(1)
+
+
+class _PaddedDecodes:
+    """Decode rows of similar context length, padded to the longest."""
+
+    def __init__(self, block_size: int, tables: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        device = tables.device
+        blocks = int(positions.max()) // block_size + 1
+        self.rows = torch.from_numpy(rows).to(device)
+        self.tables = tables[self.rows, :blocks]
+        self._position = torch.from_numpy(positions).to(device)[:, None]
+        self._key_position = torch.arange(blocks * block_size, device=device)[None]
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, kv: KVPool, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        if window not in self._masks:
+            self._masks[window] = _visible(self._position, self._key_position, window)[:, None, None]
+        k, v = kv.gather(layer, self.tables)
+        out = F.scaled_dot_product_attention(
+            q[:, :, None],
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=self._masks[window],
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[2],
+        )
+        return out[:, :, 0]
+
+
+class _Prefill:
+    """One slice of a prompt over everything before it."""
+
+    def __init__(self, block_size: int, table: Tensor, start: int, first: int, count: int) -> None:
+        self.start, self.first, self.count = start, first, count
+        self.end = first + count  # keys to see
+        self.table = table[None, : -(-self.end // block_size)]
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, kv: KVPool, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        k, v = kv.gather(layer, self.table)
+        plain = self.first == 0 and (window is None or window >= self.end)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k[:, : self.end].transpose(1, 2),
+            v[:, : self.end].transpose(1, 2),
+            attn_mask=None if plain else self._mask(window),
+            is_causal=plain,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[2],
+        )
+        return out[0].transpose(0, 1)
+
+    def _mask(self, window: int | None) -> Tensor:
+        if window not in self._masks:
+            positions = torch.arange(self.first, self.end, device=self.table.device)[:, None]
+            keys = torch.arange(self.end, device=self.table.device)[None]
+            self._masks[window] = _visible(positions, keys, window)
+        return self._masks[window]
+
+
+def _visible(position: Tensor, key_position: Tensor, window: int | None) -> Tensor:
+    seen = key_position <= position
+    return seen if window is None else seen & (key_position > position - window)
+
+
+def _similar_lengths(positions: NDArray[np.int64], block_size: int) -> list[NDArray[np.int64]]:
+    """Row numbers in groups whose contexts differ at most by a factor of two, so that padding wastes less than half."""
+    if not len(positions):
+        return []
+    bucket = np.log2(positions // block_size + 1).astype(np.int64)
+    return [np.flatnonzero(bucket == value) for value in np.unique(bucket)]

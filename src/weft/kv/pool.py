@@ -1,0 +1,42 @@
+"""KVPool: the tensors behind the block ids on one device."""
+
+import torch
+from torch import Tensor
+
+
+class KVPool:
+    """Keys and values of every layer in blocks: k[layer][block, offset, kv_head, head_dim], v alike."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        # Zeros, not empty: masked positions are multiplied by 0, and 0 times a stray NaN is NaN.
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores one token's k and v per place; a place is block * block_size + offset."""
+        self.k[layer].view(-1, *k.shape[1:]).index_copy_(0, places, k)
+        self.v[layer].view(-1, *v.shape[1:]).index_copy_(0, places, v)
+
+    def gather(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v of whole block tables: [rows, blocks] -> [rows, blocks * block_size, kv_heads, head_dim]."""
+        k = self.k[layer][tables].flatten(1, 2)
+        v = self.v[layer][tables].flatten(1, 2)
+        return k, v
+
+
+def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """What one block costs over all layers."""
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize

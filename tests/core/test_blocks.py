@@ -1,0 +1,83 @@
+"""BlockPool and PrefixCache: who holds what, what is evicted first, what is found again."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core import BlockPool, PrefixCache
+
+
+def digests(*names: str) -> list[bytes]:
+    return [name.encode() for name in names]
+
+
+def test_blocks_come_in_order_and_return_to_be_used_again() -> None:
+    pool = BlockPool(4)
+    assert pool.allocate(3) == [0, 1, 2]
+    pool.release([0, 1], keep=lambda block: False)
+    assert pool.num_free == 3
+    pool.check_integrity()
+    assert sorted(pool.allocate(3)) == [0, 1, 3]
+    with pytest.raises(ValueError, match="1 blocks asked of a pool with 0 free"):
+        pool.allocate(1)
+
+
+def test_a_request_s_tail_is_evicted_before_its_head_and_worthless_blocks_before_both() -> None:
+    pool = BlockPool(4)
+    cache = PrefixCache(pool)
+    blocks = pool.allocate(4)
+    for digest, block in zip(digests("a", "ab", "abc"), blocks[:3], strict=True):
+        cache.insert(digest, block)
+    pool.release(blocks, keep=cache.holds)
+    assert pool.free_blocks() == [3, 2, 1, 0]  # 3 has no name, 2 is the tail of the prefix
+    pool.allocate(2)
+    assert cache.match(digests("a", "ab", "abc"), 0, 3) == [0, 1]
+
+
+def test_a_cached_block_leaves_the_free_list_when_it_is_retained() -> None:
+    pool = BlockPool(2)
+    cache = PrefixCache(pool)
+    (block,) = pool.allocate(1)
+    cache.insert(b"a", block)
+    pool.release([block], keep=cache.holds)
+    pool.retain(block)
+    assert pool.num_free == 1
+    assert pool.allocate(1) != [block]
+    pool.check_integrity()
+
+
+def test_the_first_block_with_a_content_keeps_its_name() -> None:
+    pool = BlockPool(2)
+    cache = PrefixCache(pool)
+    first, second = pool.allocate(2)
+    cache.insert(b"a", first)
+    cache.insert(b"a", second)
+    assert cache.match([b"a"], 0, 1) == [first]
+    assert not cache.holds(second)
+
+
+def test_a_disabled_cache_finds_nothing() -> None:
+    pool = BlockPool(2)
+    cache = PrefixCache(pool, enabled=False)
+    cache.insert(b"a", pool.allocate(1)[0])
+    assert cache.match([b"a"], 0, 1) == []
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "drop", "share", "name"]), st.integers(0, 7)), max_size=60))
+def test_any_order_of_operations_keeps_the_books_balanced(script: list[tuple[str, int]]) -> None:
+    pool = BlockPool(8)
+    cache = PrefixCache(pool)
+    held: list[int] = []
+    for action, number in script:
+        if action == "take" and pool.num_free:
+            held += pool.allocate(1)
+        elif action == "drop" and held:
+            pool.release([held.pop(number % len(held))], keep=cache.holds)
+        elif action == "name" and held:
+            cache.insert(bytes([number]), held[number % len(held)])
+        elif action == "share" and (found := cache.match([bytes([number])], 0, 1)):
+            pool.retain(found[0])
+            held.append(found[0])
+        pool.check_integrity()
+        cache.check_integrity()
+        assert sum(pool.refs) == len(held)

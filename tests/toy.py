@@ -1,0 +1,124 @@
+"""An exact stand-in for a model: what it "computes" for a token is a hash of everything before it, read back through
+the block tables. A wrong block, a stale one or a wrong order gives a wrong token, with no rounding to hide in.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.core import ChunkedPolicy, Scheduler, StepPlan
+from weft.engine.executor import StepInputs, StepResult
+from weft.engine.loop import Loop
+from weft.engine.params import SamplingParams
+from weft.engine.stream import Stream
+
+VOCAB = 50
+EOS = 0  # sampled about every fiftieth token
+
+
+def advance(state: int, token: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{state}:{token}".encode(), digest_size=6).digest(), "big")
+
+
+def solo(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What a request must generate, whoever it shares the engine with."""
+    state = 0
+    for token in prompt:
+        state = advance(state, token)
+    output: list[int] = []
+    while len(output) < max_tokens and EOS not in output:
+        output.append(state % VOCAB)
+        state = advance(state, output[-1])
+    return output
+
+
+class Lazy(NamedTuple):
+    """Runs when asked for its result, so that everything planned meanwhile has happened before."""
+
+    executor: "ToyExecutor"
+    plan: StepPlan
+    inputs: StepInputs
+
+    def result(self) -> StepResult:
+        return self.executor.run(self.plan, self.inputs)
+
+
+class ToyExecutor:
+    def __init__(self, slots: int, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.cache = np.full(num_blocks * block_size, -1, np.int64)  # state after the token at this place
+        self.tables = np.zeros((slots, num_blocks), np.int64)
+        self.last_token = np.zeros(slots, np.int64)
+        self.steps = 0
+        self.computed = 0
+
+    def submit(self, plan: StepPlan, inputs: StepInputs) -> Lazy:
+        return Lazy(self, plan, inputs)
+
+    def run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+        self.tables[plan.new_blocks.slots, plan.new_blocks.columns] = plan.new_blocks.blocks
+        decodes = self.last_token[plan.slots[: plan.num_decodes]]
+        values = iter([*decodes.tolist(), *inputs.prefill_tokens.tolist()])
+        tokens = []
+        for slot, first, count, samples in zip(plan.slots, plan.first, plan.count, plan.samples, strict=True):
+            state = 0 if first == 0 else int(self.cache[self._place(slot, first - 1)])
+            for position in range(first, first + count):
+                state = advance(state, next(values))
+                self.cache[self._place(slot, position)] = state
+            if samples:
+                self.last_token[slot] = state % VOCAB
+                tokens.append(state % VOCAB)
+        self.steps += 1
+        self.computed += plan.num_tokens
+        return StepResult(tokens, started=float(self.steps), finished=self.steps + 0.5)
+
+    def _place(self, slot: int, position: int) -> int:
+        block, offset = divmod(int(position), self.block_size)
+        return int(self.tables[slot, block]) * self.block_size + offset
+
+
+def toy_loop(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    budget: int = 32,
+    seqs: int = 8,
+    depth: int = 1,
+    caching: bool = True,
+) -> Loop:
+    scheduler = Scheduler(
+        policy=ChunkedPolicy(budget),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=seqs,
+        enable_prefix_caching=caching,
+    )
+    executor = ToyExecutor(scheduler.slots.size, num_blocks, block_size)
+    ticks = iter(range(10**9))
+    return Loop(scheduler, executor, depth=depth, clock=lambda: float(next(ticks)))
+
+
+def toy_stream(
+    name: str,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    block_size: int = 4,
+    arrival: float = 0.0,
+    priority: int = 0,
+    salt: str = "",
+) -> Stream:
+    return Stream.open(
+        name,
+        np.array(prompt, np.int32),
+        SamplingParams(temperature=0, max_tokens=max_tokens),
+        seed=0,
+        max_tokens=max_tokens,
+        eos_ids=(EOS,),
+        block_size=block_size,
+        arrival=arrival,
+        priority=priority,
+        salt=salt,
+    )
