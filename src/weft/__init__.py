@@ -1,3 +1,20 @@
 """weft serves language models so that nobody's stream stutters when somebody else's long prompt arrives."""
 
+from weft.engine.params import SamplingParams
+from weft.errors import ModelError, OptionError, RequestError, WeftError
+from weft.llm import LLM, Completion, Delta, Generation, Metrics
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "Delta",
+    "Generation",
+    "Metrics",
+    "ModelError",
+    "OptionError",
+    "RequestError",
+    "SamplingParams",
+    "WeftError",
+]

@@ -144,20 +144,22 @@ def test_a_higher_class_goes_first() -> None:
     assert run(loop) == ["first:0+8*", "later:0+8*"]
 
 
-def test_a_prefill_of_a_higher_class_takes_blocks_from_a_decode_of_the_same_step() -> None:
-    loop = toy_loop(num_blocks=12, budget=3, depth=1)
-    tags = [tag for tag in range(100) if len(solo(prompt(tag, 4), 24)) == 24]
-    streams = [toy_stream(f"low{i}", prompt(tags[i], 4), 24, priority=1, arrival=i) for i in (0, 1)]
-    for stream in streams:
-        loop.add(stream)
-    for _ in range(6):
+@pytest.mark.parametrize("num_blocks", [9, 10])
+@pytest.mark.parametrize("head_start", [4, 5, 6, 7])
+def test_a_prefill_of_a_higher_class_takes_blocks_from_a_decode_of_the_same_step(
+    num_blocks: int, head_start: int
+) -> None:
+    loop = toy_loop(num_blocks=num_blocks, budget=2, depth=1)
+    low = toy_stream("low", next(p for i in range(100) if len(solo(p := prompt(i, 4), 28)) == 28), 28, priority=1)
+    loop.add(low)
+    for _ in range(head_start):
         loop.step()
-    urgent = toy_stream("urgent", prompt(8, 24), 2, priority=0, arrival=9.0)
-    loop.add(urgent)  # one token a step beside two decodes, which meanwhile grow into the blocks it counted on
+    # One token a step beside the decode, which meanwhile grows into the blocks that the prefill counted on.
+    urgent = toy_stream("urgent", prompt(8, 20), 2, priority=0, arrival=9.0)
+    loop.add(urgent)
     run(loop)
-    assert streams[1].request.preemptions > 0
-    assert urgent.request.preemptions == 0
-    for stream in [*streams, urgent]:
+    assert (low.request.preemptions > 0, urgent.request.preemptions) == (True, 0)
+    for stream in (low, urgent):
         assert stream.output == solo(stream.prompt.tolist(), stream.request.max_tokens)
     loop.scheduler.check_integrity()
 

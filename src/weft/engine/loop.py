@@ -124,9 +124,10 @@ class Loop:
         end = plan.first + plan.count
         for row in np.flatnonzero(end // size > plan.first // size).tolist():
             request = plan.requests[row]
-            if request.state is not State.FINISHED:
-                if self.streams[request.id].hash_full_blocks(int(end[row]), size):
-                    outcome.filled.append(request)
+            if request.state is State.FINISHED:
+                continue
+            if self.streams[request.id].hash_full_blocks(int(end[row]), size):
+                outcome.filled.append(request)
 
     def _fail(self) -> None:
         """A step raised: its blocks hold nothing to rely on. Ends every stream; the loop itself can go on."""

@@ -64,10 +64,8 @@ class Sampler:
     def sample(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """Tokens for `positions` (one per row) from raw logits [rows, vocab]. Logits are not changed."""
         logits = self._edit(logits, slots, positions)
-        if not self.temperature[slots].any():
-            tokens = logits.argmax(-1)
-        else:
-            tokens = self._draw(logits, slots, positions)
+        greedy = not self.temperature[slots].any()
+        tokens = logits.argmax(-1) if greedy else self._draw(logits, slots, positions)
         penalised = np.flatnonzero(self._history.row[slots] >= 0)
         if len(penalised):
             self._history.append(slots[penalised], tokens[torch.from_numpy(penalised).to(self.device)])
@@ -138,7 +136,7 @@ class Sampler:
             logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor[:, None], -torch.inf)
         if not top_k.any() and not (top_p < 1).any():
             return logits
-        values, order = logits.sort(-1, descending=True, stable=True)
+        values, order = logits.sort(dim=-1, descending=True, stable=True)
         keep_k = torch.from_numpy(np.where(top_k > 0, top_k, self.vocab_size)).to(self.device)
         ranks = torch.arange(self.vocab_size, device=self.device)
         values = values.masked_fill(ranks >= keep_k[:, None], -torch.inf)

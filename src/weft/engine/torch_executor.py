@@ -95,7 +95,7 @@ class TorchExecutor:
         attend = ReferenceAttention(
             self.kv, places, self._tables[slots, :width], plan.first, plan.count, plan.num_decodes
         )
-        return self.model(token_ids, where, attend)
+        return self.model.forward(token_ids, where, attend)
 
     def _update_tables(self, plan: StepPlan) -> None:
         if len(plan.new_blocks.slots):

@@ -1,0 +1,335 @@
+"""The embedded API: a model in this process, the same loop and the same text handling as the server's."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.engine.engine import DEFAULT_MODEL, Engine
+from weft.engine.executor import TokenLogprobs
+from weft.engine.loop import TokenEvent
+from weft.engine.options import EngineOptions
+from weft.engine.params import SamplingParams
+from weft.engine.stream import Stream
+from weft.errors import RequestError
+from weft.text.chat import ChatTemplate
+from weft.text.output import TextStream
+from weft.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Where one completion's time went, in seconds."""
+
+    queue: float  # from arrival to the first step that carried it
+    prefill: float  # from there to its first token
+    decode: float  # from there to its last
+    ttft: float  # queue + prefill
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    preemptions: int
+
+
+@dataclass(slots=True)
+class Completion:
+    """One continuation of a prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None  # "stop" or "length"
+    stop: str | None = None  # the stop string that ended it
+    logprobs: list[TokenLogprobs] | None = None
+    metrics: Metrics | None = None
+
+
+@dataclass(slots=True)
+class Generation:
+    """What became of one prompt: `n` completions; the shortcuts name the first."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token: nothing predicts it
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completions[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.completions[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.completions[0].logprobs
+
+    @property
+    def metrics(self) -> Metrics | None:
+        return self.completions[0].metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of a stream. While the prompt is read there is no text, only progress."""
+
+    text: str
+    token_ids: list[int]
+    prefilled: int  # tokens of the prompt read so far
+    prompt_tokens: int
+    finish_reason: str | None = None
+    metrics: Metrics | None = None  # with the last piece
+
+
+class LLM:
+    """`LLM(model).generate(prompts)`. With no model, the small one that ships with weft.
+
+    Options are those of `EngineOptions`. Not for use from several threads at once; any number of `stream` iterators
+    may be open side by side.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        self.options = EngineOptions(model=None if model is None else str(model), **options)
+        self.path = _resolve(self.options.model)
+        self.tokenizer = Tokenizer.load(self.path)
+        self.chat_template = ChatTemplate.load(self.path)
+        self.engine = Engine.build(self.options, self.path)
+        self._readers: dict[str, _Reader] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Generation]:
+        """Completes every prompt (text or token ids), in the order given. Shows a progress bar unless told not to."""
+        batch = _as_batch(prompts)
+        params = _as_params(sampling_params, len(batch))
+        groups = [self._open(prompt, p, number) for number, (prompt, p) in enumerate(zip(batch, params, strict=True))]
+        self._run([reader for group in groups for reader in group], progress)
+        return [
+            _generation(prompt if isinstance(prompt, str) else None, group)
+            for prompt, group in zip(batch, groups, strict=True)
+        ]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **template_options: Any,
+    ) -> list[Generation]:
+        """Answers one conversation, or each of a list of them, in the model's chat format."""
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        prompts = [self.chat_prompt(conversation, **template_options) for conversation in conversations]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+        """Token ids of a conversation, ready for the model's next turn."""
+        text = self.chat_template.render([dict(message) for message in messages], **template_options)
+        return self._tokenizer().encode(text, add_special_tokens=False)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Completes one prompt, piece by piece. Closing the iterator ends the request."""
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise RequestError(f"n={params.n}: a stream has one completion; open several, or use generate")
+        (reader,) = self._open(prompt, params, 0)
+        return self._follow(reader)
+
+    def _follow(self, reader: "_Reader") -> Iterator[Delta]:
+        total, shown, tokens, seen = len(reader.stream.prompt), 0, 0, -1
+        self._start([reader])
+        try:
+            while not reader.done:
+                self._pump()
+                text, ids = reader.completion.text[shown:], reader.completion.token_ids[tokens:]
+                shown, tokens = shown + len(text), tokens + len(ids)
+                prefilled = total if tokens else min(total, self.engine.loop.prefilled(reader.stream))
+                if ids or reader.done or prefilled != seen:
+                    done = reader.completion
+                    yield Delta(text, ids, prefilled, total, done.finish_reason, done.metrics)
+                seen = prefilled
+        finally:
+            self._forget([reader])
+
+    def _run(self, readers: list["_Reader"], progress: bool) -> None:
+        self._start(readers)
+        try:
+            with _progress_bar(readers, progress) as bar:
+                while not all(reader.done for reader in readers):
+                    bar.update(self._pump())
+        finally:
+            self._forget(readers)
+
+    def _open(self, prompt: Prompt, params: SamplingParams, number: int) -> list["_Reader"]:
+        try:
+            ids = self._tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+            streams = self.engine.open_stream(ids, params)
+        except RequestError as error:
+            raise RequestError(f"prompt {number}: {error}" if number else str(error)) from None
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError("stop strings need text, but the model directory has no tokenizer: use stop_token_ids")
+        return [_Reader(stream, self.tokenizer) for stream in streams]
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{self.path} has no tokenizer.json, so text cannot be read: give token ids")
+        return self.tokenizer
+
+    def _start(self, readers: list["_Reader"]) -> None:
+        for reader in readers:
+            self._readers[reader.stream.request.id] = reader
+            self.engine.loop.add(reader.stream)
+
+    def _forget(self, readers: list["_Reader"]) -> None:
+        """Ends what is still open, also when the caller was interrupted."""
+        for reader in readers:
+            self.engine.loop.abort(reader.stream)
+            self._readers.pop(reader.stream.request.id, None)
+
+    def _pump(self) -> list[TokenEvent]:
+        """One step; its events go to their readers."""
+        events = self.engine.loop.step()
+        for event in events:
+            reader = self._readers[event.stream.request.id]
+            reader.take(event)
+            if reader.completion.stop is not None:
+                self.engine.loop.abort(event.stream, "stop")
+            if reader.done:
+                reader.completion.metrics = _metrics(event.stream)
+        return events
+
+
+class _Reader:
+    """Turns one stream's events into its completion."""
+
+    def __init__(self, stream: Stream, tokenizer: Tokenizer | None) -> None:
+        params = stream.params
+        self.stream = stream
+        self.completion = Completion(logprobs=None if params.logprobs is None else [])
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position; a preemption may bring one twice
+        self._text = None
+        if tokenizer is not None:
+            self._text = TextStream(
+                tokenizer,
+                stream.prompt.tolist(),
+                stop=params.stop_strings,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+
+    @property
+    def done(self) -> bool:
+        return self.completion.finish_reason is not None
+
+    def take(self, event: TokenEvent) -> None:
+        completion = self.completion
+        for offset, found in enumerate(event.prompt_logprobs or ()):
+            self.prompt_logprobs[event.prompt_first + 1 + offset] = found
+        if event.token is None or self.done:
+            return
+        completion.token_ids.append(event.token)
+        if completion.logprobs is not None and event.logprobs is not None:
+            completion.logprobs.append(event.logprobs)
+        completion.finish_reason = event.finish_reason
+        if self._text is not None:
+            completion.text += self._text.push(event.token, event.finish_reason)
+            if self._text.stopped is not None:
+                completion.finish_reason, completion.stop = "stop", self._text.stopped
+
+
+def _resolve(model: str | None) -> Path:
+    if model is None:
+        return DEFAULT_MODEL
+    path = Path(model)
+    if path.is_dir():
+        return path
+    from weft.models.hub import resolve_model
+
+    return resolve_model(model)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one for each")
+    return list(params)
+
+
+def _generation(prompt: str | None, readers: list[_Reader]) -> Generation:
+    first = readers[0]
+    found = None
+    if first.stream.params.prompt_logprobs is not None:
+        found = [first.prompt_logprobs.get(position) for position in range(len(first.stream.prompt))]
+    return Generation(prompt, first.stream.prompt.tolist(), [reader.completion for reader in readers], found)
+
+
+def _metrics(stream: Stream) -> Metrics:
+    request = stream.request
+    started = request.started if request.started is not None else request.arrival
+    first = request.first_token if request.first_token is not None else started
+    finished = request.finished if request.finished is not None else first
+    return Metrics(
+        queue=started - request.arrival,
+        prefill=first - started,
+        decode=finished - first,
+        ttft=first - request.arrival,
+        cached_tokens=request.cached_tokens,
+        preemptions=request.preemptions,
+    )
+
+
+def _progress_bar(readers: list[_Reader], show: bool) -> "_Progress":
+    return _Progress(len(readers), sum(len(reader.stream.prompt) for reader in readers), show)
+
+
+class _Progress:
+    """A bar over finished completions, with the rates that people look for."""
+
+    def __init__(self, total: int, prompt_tokens: int, show: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._bar = Progress(
+            TextColumn("completions"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[tokens]} tokens, {task.fields[rate]:.0f}/s"),
+            disable=not show,
+            transient=False,
+        )
+        self._task = self._bar.add_task("", total=total, tokens=0, rate=0.0)
+        self._tokens = 0
+
+    def __enter__(self) -> "_Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def update(self, events: list[TokenEvent]) -> None:
+        task = self._bar.tasks[self._task]
+        self._tokens += sum(event.token is not None for event in events)
+        finished = sum(event.stream.request.finish_reason is not None for event in events)
+        rate = self._tokens / task.elapsed if task.elapsed else 0.0
+        self._bar.update(self._task, advance=finished, tokens=self._tokens, rate=rate)
