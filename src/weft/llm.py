@@ -11,7 +11,7 @@ from weft.engine.loop import TokenEvent
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
-from weft.errors import RequestError
+from weft.errors import PromptError, RequestError
 from weft.text.chat import ChatTemplate
 from weft.text.output import TextStream
 from weft.text.tokenizer import Tokenizer
@@ -111,7 +111,12 @@ class LLM:
         """Completes every prompt (text or token ids), in the order given. Shows a progress bar unless told not to."""
         batch = _as_batch(prompts)
         params = _as_params(sampling_params, len(batch))
-        groups = [self._open(prompt, p, number) for number, (prompt, p) in enumerate(zip(batch, params, strict=True))]
+        groups = []
+        for number, (prompt, wishes) in enumerate(zip(batch, params, strict=True)):
+            try:
+                groups.append(self._open(prompt, wishes))
+            except RequestError as error:
+                raise PromptError(number, str(error)) from None
         self._run([reader for group in groups for reader in group], progress)
         return [
             _generation(prompt if isinstance(prompt, str) else None, group)
@@ -142,7 +147,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one completion; open several, or use generate")
-        (reader,) = self._open(prompt, params, 0)
+        (reader,) = self._open(prompt, params)
         return self._follow(reader)
 
     def _follow(self, reader: "_Reader") -> Iterator[Delta]:
@@ -170,15 +175,11 @@ class LLM:
         finally:
             self._forget(readers)
 
-    def _open(self, prompt: Prompt, params: SamplingParams, number: int) -> list["_Reader"]:
-        try:
-            ids = self._tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
-            streams = self.engine.open_stream(ids, params)
-        except RequestError as error:
-            raise RequestError(f"prompt {number}: {error}" if number else str(error)) from None
+    def _open(self, prompt: Prompt, params: SamplingParams) -> list["_Reader"]:
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need text, but the model directory has no tokenizer: use stop_token_ids")
-        return [_Reader(stream, self.tokenizer) for stream in streams]
+        ids = self._tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+        return [_Reader(stream, self.tokenizer) for stream in self.engine.open_stream(ids, params)]
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

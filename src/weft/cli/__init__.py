@@ -1,0 +1,33 @@
+"""The command line: one file a command. Nothing heavy is imported before it is needed, so that --help is instant."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from weft import __version__
+from weft.cli import chat, generate
+from weft.errors import WeftError
+
+COMMANDS = (chat, generate)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="weft", description="Language models whose token streams do not stutter when a long prompt arrives."
+    )
+    parser.add_argument("--version", action="version", version=f"weft {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.register(commands)
+    chosen = parser.parse_args(arguments)
+    try:
+        return int(chosen.run(chosen))
+    except WeftError as error:
+        print(f"weft: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        sys.stderr.close()
+        return 141

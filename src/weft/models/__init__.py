@@ -1,0 +1,19 @@
+"""Model families and their weights. A model knows tokens, positions and `attend`; nothing of requests or blocks."""
+
+from weft.models.base import CausalLM
+from weft.models.config import ModelConfig, MoeConfig, RopeConfig
+from weft.models.hub import resolve_model
+from weft.models.registry import ARCHITECTURES, load_config, resolve_dtype
+from weft.models.weights import load_model
+
+__all__ = [
+    "ARCHITECTURES",
+    "CausalLM",
+    "ModelConfig",
+    "MoeConfig",
+    "RopeConfig",
+    "load_config",
+    "load_model",
+    "resolve_dtype",
+    "resolve_model",
+]

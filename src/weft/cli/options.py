@@ -1,0 +1,91 @@
+"""Arguments that several commands share: the engine's and the sampling ones."""
+
+import argparse
+from dataclasses import fields, replace
+from typing import Any
+
+from weft.engine.options import EngineOptions
+from weft.engine.params import SamplingParams
+from weft.errors import OptionError
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="model directory in Hugging Face layout, or a hub id; left out: the small model that ships with weft",
+    )
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add("--dtype", default="auto", help="auto (the checkpoint's), float32, float16 or bfloat16 (default: auto)")
+    add("--device", default="auto", help="auto (cuda where there is one), cpu or cuda (default: auto)")
+    add("--max-model-len", type=int, metavar="N", help="most tokens of a prompt with its output (default: the model's)")
+    add("--max-num-seqs", type=int, metavar="N", default=256, help="requests that run at once (default: 256)")
+    add("--max-num-batched-tokens", type=int, metavar="N", default=2048, help="tokens a step may carry (default: 2048)")
+    add("--block-size", type=int, metavar="N", default=16, help="tokens in a block of the KV cache (default: 16)")
+    add(
+        "--kv-cache-memory-bytes",
+        type=_size,
+        metavar="BYTES",
+        help="memory for the KV cache, as 4000000000, 4G or 4GiB (default: from what the device has free)",
+    )
+    add(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        default=0.9,
+        help="share of a GPU's memory that weights and KV cache may take (default: 0.9)",
+    )
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the KV cache of prompts and reuse it where another begins alike (default: on)",
+    )
+    add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights (default: auto)")
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `LLM` takes, from parsed arguments."""
+    return {field.name: getattr(arguments, field.name) for field in fields(EngineOptions) if field.name != "seed"}
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int | None, temperature: float) -> None:
+    group = parser.add_argument_group("sampling")
+    add = group.add_argument
+    limit = "what the context allows" if max_tokens is None else str(max_tokens)
+    add("--max-tokens", type=int, metavar="N", default=max_tokens, help=f"most tokens to write (default: {limit})")
+    add(
+        "--temperature",
+        type=float,
+        metavar="T",
+        default=temperature,
+        help=f"0 always takes the most likely token (default: {temperature})",
+    )
+    add("--top-p", type=float, metavar="P", default=1.0, help="keep the likeliest tokens of this total probability")
+    add("--top-k", type=int, metavar="K", default=0, help="keep the K likeliest tokens (default: all)")
+    add("--min-p", type=float, metavar="P", default=0.0, help="keep tokens this likely relative to the likeliest one")
+    add("--repetition-penalty", type=float, metavar="R", default=1.0, help="above 1: discourage what was there before")
+    add("--seed", type=int, metavar="N", help="same seed, same text (default: different every time)")
+    add("--stop", action="append", metavar="TEXT", help="end before this text (may be given several times)")
+
+
+def sampling_params(arguments: argparse.Namespace, **changes: Any) -> SamplingParams:
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
+    return replace(SamplingParams(**{name: getattr(arguments, name) for name in names}), **changes)
+
+
+def _size(text: str) -> int:
+    digits = text.rstrip("bBkKmMgGiI")
+    unit = text[len(digits) :].lower().removesuffix("b")
+    try:
+        return int(float(digits) * _UNITS.get(unit, 0 if unit else 1)) or _bad_size(text)
+    except ValueError:
+        return _bad_size(text)
+
+
+def _bad_size(text: str) -> int:
+    raise OptionError(f"{text!r} is not a size in bytes: write 4000000000, 4G or 4GiB")

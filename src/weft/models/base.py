@@ -1,0 +1,83 @@
+"""CausalLM: what the engine runs and the loader fills. A family is a subclass that says what its layers are made of."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.kernels.attention import Attend
+from weft.models.config import ModelConfig
+from weft.models.layers import RMSNorm, Stacked, wide
+from weft.models.rope import Rope
+
+
+class Slot(NamedTuple):
+    """A parameter and what fills it: the tensor `name` of a checkpoint whole, or each of `parts` its own view."""
+
+    name: str
+    target: Tensor
+    parts: dict[str, Tensor]
+
+
+class CausalLM(nn.Module):
+    """Embedding, decoder layers, final norm and head, for inference. It is built empty; weights.py fills it."""
+
+    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
+
+    @staticmethod
+    def modernise(raw: dict[str, Any]) -> dict[str, Any]:
+        """config.json with the family's defaults, its old spellings rewritten, and keys it does not know removed."""
+        return raw
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(self.build_layer(config, index) for index in range(config.num_layers))
+        self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.ropes: list[Rope] = []
+        self.layer_rope: list[int] = []  # per layer an index into ropes
+
+    def build_layer(self, config: ModelConfig, index: int) -> nn.Module:
+        raise NotImplementedError
+
+    def build_ropes(self, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        distinct = list(dict.fromkeys(self.config.layer_ropes))
+        self.ropes = [Rope(rope, max_model_len, dtype, device) for rope in distinct]
+        self.layer_rope = [distinct.index(rope) for rope in self.config.layer_ropes]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.embed_tokens.weight)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states [T, hidden] of a step's tokens; `attend` knows which of them belong together."""
+        angles = [rope(positions) for rope in self.ropes]
+        x = self.embed(token_ids)
+        for layer, rope in zip(self.layers, self.layer_rope, strict=True):
+            x = layer(x, angles[rope], attend)
+        return self.norm.forward(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores [N, vocab] of the next token for rows of `forward`'s result, in float32 or wider."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        scores = wide(F.linear(hidden, head.weight))
+        cap = self.config.logit_softcap
+        return scores if cap is None else torch.tanh(scores / cap) * cap
+
+    def slots(self) -> Iterator[Slot]:
+        """Every parameter with its name as Transformers 5 has it in memory, and its parts as checkpoints name them."""
+        for path, module in self.named_modules():
+            leaf = path.rpartition(".")[2]
+            parent = ("" if path == "lm_head" else "model.") + path.removesuffix(leaf)
+            for name, parameter in module.named_parameters(recurse=False):
+                whole = f"{leaf}.{name}"
+                parts = module.parts(name) if isinstance(module, Stacked) else {whole: parameter}
+                published = {self.published_name(parent + part): view for part, view in parts.items()}
+                yield Slot(parent + whole, parameter, published)
+
+    def published_name(self, name: str) -> str:
+        """The name of a tensor in checkpoints of this family where it differs from the name of our parameter."""
+        return name

@@ -1,0 +1,195 @@
+"""The parts that families are built from: norms, attention, MLPs, experts, and the pre-norm decoder layer.
+
+Everything works on the flat batch of one step, [T, ...]; a token's row reads another's only through `attend`.
+Parts that hold several checkpoint tensors in one parameter say where each of them goes (`Stacked.parts`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.errors import ModelError
+from weft.kernels.attention import Attend
+from weft.models.config import ModelConfig, MoeConfig
+from weft.models.rope import Angles, rotate
+
+Activation = Callable[[Tensor], Tensor]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def activation(name: str) -> Activation:
+    if name not in ACTIVATIONS:
+        raise ModelError(f"unknown activation {name!r}; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32: for norms, softmax and logits."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class RMSNorm(nn.Module):
+    neutral = 1.0  # the weight that changes nothing
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Stacked(nn.Module):
+    """A module whose parameters each hold several tensors of a published checkpoint."""
+
+    def parts(self, parameter: str) -> dict[str, Tensor]:
+        """The views of a parameter by their names in the checkpoint, relative to this module's parent."""
+        raise NotImplementedError
+
+
+class StackedLinear(Stacked):
+    """Projections of the same input as one matrix; their rows lie behind each other."""
+
+    def __init__(self, in_features: int, out_features: dict[str, int], *, bias: bool) -> None:
+        super().__init__()
+        self.out_features = out_features
+        rows = sum(out_features.values())
+        self.weight = nn.Parameter(torch.empty(rows, in_features))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def parts(self, parameter: str) -> dict[str, Tensor]:
+        views = torch.split(self.get_parameter(parameter), list(self.out_features.values()))
+        return {f"{name}.{parameter}": view for name, view in zip(self.out_features, views, strict=True)}
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; `qk_norm` is applied to each head before the rotation."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: type[RMSNorm] | None = None,
+    ) -> None:
+        super().__init__()
+        self.index, self.window, self.scale = index, config.layer_windows[index], config.attention_scale
+        self.head_dim, self.heads, self.kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
+        sizes = {"q_proj": self.heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
+        sizes = {name: heads * self.head_dim for name, heads in sizes.items()}
+        self.qkv_proj = StackedLinear(config.hidden_size, sizes, bias=qkv_bias)
+        self.o_proj = nn.Linear(sizes["q_proj"], config.hidden_size, bias=output_bias)
+        self.q_norm = qk_norm(self.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = qk_norm(self.head_dim, config.rms_norm_eps) if qk_norm else None
+
+    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        qk, v = torch.split(qkv, [self.heads + self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = torch.split(qk, [self.heads, self.kv_heads], dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        q, k = torch.split(rotate(qk, angles), [self.heads, self.kv_heads], dim=1)
+        return self.o_proj.forward(attend(self.index, q, k, v, self.scale, self.window))
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x))"""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        sizes = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = StackedLinear(config.hidden_size, sizes, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
+        self.activation = activation(config.activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj.forward(self.activation(gate) * up)
+
+
+class Experts(Stacked):
+    """The gated MLPs of all experts: gate_up_proj [experts, 2 * inner, hidden], down_proj [experts, hidden, inner]."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig, names: tuple[str, str, str]) -> None:
+        super().__init__()
+        inner = moe.intermediate_size
+        self.names = names
+        self.gate_up_proj = nn.Parameter(torch.empty(moe.num_experts, 2 * inner, config.hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(moe.num_experts, config.hidden_size, inner))
+        self.activation = activation(config.activation)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Each token's sum over its `chosen` experts [T, k] by `weights` [T, k], in an order all its own."""
+        order = chosen.flatten().argsort(stable=True)
+        # Reading how many rows each expert has is the one host-device synchronisation of a mixture-of-experts layer.
+        counts = chosen.flatten().bincount(minlength=len(self.down_proj)).tolist()
+        rows = torch.split(x[order // chosen.shape[1]], counts)
+        results = [self._expert(expert, group) for expert, group in enumerate(rows) if len(group)]
+        out = x.new_empty(len(order), x.shape[1])
+        out[order] = torch.cat(results)
+        return (out.view(*chosen.shape, -1) * weights[..., None]).sum(dim=1).to(x.dtype)
+
+    def parts(self, parameter: str) -> dict[str, Tensor]:
+        gate, up, down = self.names
+        views = {}
+        for expert, matrix in enumerate(self.get_parameter(parameter)):
+            halves = {down: matrix} if parameter == "down_proj" else dict(zip((gate, up), matrix.chunk(2), strict=True))
+            views.update({f"experts.{expert}.{name}.weight": view for name, view in halves.items()})
+        return views
+
+    def _expert(self, expert: int, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
+        return F.linear(self.activation(gate) * up, self.down_proj[expert])
+
+
+class SparseMLP(nn.Module):
+    """A router that sends each token to a few experts. `names` are those of gate, up and down in a checkpoint."""
+
+    def __init__(
+        self, config: ModelConfig, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    ) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.moe = config.moe
+        self.gate = nn.Linear(config.hidden_size, self.moe.num_experts, bias=False)
+        self.experts = Experts(config, self.moe, names)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = wide(self.gate(x)).softmax(dim=-1).topk(self.moe.experts_per_token, dim=-1)
+        if self.moe.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self.experts.forward(x, chosen, weights)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.self_attn = attention
+        self.mlp = mlp
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), angles, attend)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x

@@ -1,0 +1,110 @@
+"""Rotary position embeddings: the frequencies of every kind, and the rotation of queries and keys.
+
+A request's tokens must not depend on its company, on chunking or on what the KV cache already holds. So frequencies are
+a function of the model and of max_model_len, never of the length that a sequence has reached:
+
+- dynamic: unscaled when max_model_len fits the model's own maximum, else its base is fixed for max_model_len;
+- longrope: the short factors when max_model_len fits the original context, else the long ones.
+
+Transformers changes both while a sequence grows, which leaves keys in its cache that were rotated by another frequency.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.models.config import RopeConfig
+
+
+class Angles(NamedTuple):
+    """cos and sin of the angles of a step's tokens, each [T, 1, rotary_dim / 2]: one row serves all heads."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Rope:
+    """One rotary embedding on a device. Layers with equal settings share it; it is evaluated once a forward pass."""
+
+    def __init__(self, config: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.inv_freq = frequencies(config, max_model_len, wide).to(device)
+        self.factor = attention_factor(config)
+        self.dtype = dtype
+
+    def __call__(self, positions: Tensor) -> Angles:
+        angles = positions[:, None, None] * self.inv_freq
+        return Angles((angles.cos() * self.factor).to(self.dtype), (angles.sin() * self.factor).to(self.dtype))
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """x [T, heads, head_dim] with its leading dimensions rotated: dimension i is paired with i + rotary_dim / 2."""
+    cos, sin = angles
+    half = cos.shape[-1]
+    a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def frequencies(rope: RopeConfig, max_model_len: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Radians a token for each of the rotary_dim / 2 pairs, computed on the CPU so that all devices have the same."""
+    exponents = torch.arange(0, rope.rotary_dim, 2, device="cpu").to(dtype) / rope.rotary_dim
+    stretches = _theta(rope, max_model_len) ** exponents  # tokens a radian
+    base = 1.0 / stretches
+    if rope.kind == "linear":
+        return base / rope.factor
+    if rope.kind == "longrope":
+        factors = rope.short_factor if max_model_len <= rope.original_positions else rope.long_factor
+        return 1.0 / (torch.tensor(factors, dtype=dtype, device="cpu") * stretches)
+    if rope.kind in ("llama3", "yarn"):
+        keep = _llama3_keep(rope, base) if rope.kind == "llama3" else _yarn_keep(rope, base)
+        return base * keep + base / rope.factor * (1 - keep)
+    return base
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied with, so that attention over a stretched context keeps its temperature."""
+    if rope.kind not in ("yarn", "longrope"):
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0:
+        return 1.0
+    if rope.kind == "longrope":
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_positions))
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _theta(rope: RopeConfig, max_model_len: int) -> float:
+    """The base wavelength; dynamic (NTK) scaling raises it where max_model_len exceeds the model's own maximum."""
+    if rope.kind != "dynamic" or max_model_len <= rope.max_positions:
+        return rope.theta
+    stretch = rope.factor * max_model_len / rope.max_positions - (rope.factor - 1)
+    return float(rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2)))
+
+
+def _llama3_keep(rope: RopeConfig, base: Tensor) -> Tensor:
+    """1 where a frequency turns often within the original context and stays, 0 where it is divided by the factor."""
+    turns = rope.original_positions * base / (2 * math.pi)
+    return ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+
+
+def _yarn_keep(rope: RopeConfig, base: Tensor) -> Tensor:
+    """The same idea as a ramp over dimensions, from beta_fast turns (kept) to beta_slow turns (divided)."""
+
+    def dimension(turns: float) -> float:
+        return rope.rotary_dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    ramp = (torch.arange(len(base), device="cpu").to(base.dtype) - low) / (high - low or 0.001)
+    return 1 - ramp.clamp(0, 1)

@@ -1,0 +1,154 @@
+"""Filling a model: safetensors read by memory map, tensor by tensor, into their rows; or random weights."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weft.errors import ModelError
+from weft.models.base import CausalLM
+from weft.models.config import ModelConfig, read_json
+from weft.models.layers import RMSNorm
+from weft.models.registry import ARCHITECTURES
+
+
+def load_model(
+    path: Path | str,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    load_format: Literal["auto", "dummy"] = "auto",
+    seed: int = 0,
+) -> CausalLM:
+    """The model of a directory, ready for inference. "dummy" draws random weights and reads no weight files.
+
+    `max_model_len` chooses between the frequencies of ropes that have several (see rope.py).
+    """
+    with torch.device("meta"):  # names and shapes only: a mismatch is found before memory is spent
+        model = ARCHITECTURES[config.architecture](config).requires_grad_(False).eval().to(dtype)
+    if load_format == "dummy":
+        model.to_empty(device=device)
+        _draw(model, seed)
+    else:
+        checkpoint = Checkpoint(Path(path))
+        checkpoint.check(model)
+        model.to_empty(device=device)
+        for name, target in _sources(model, checkpoint):
+            target.copy_(checkpoint.tensor(name))
+    model.build_ropes(max_model_len, dtype, device)
+    return model
+
+
+class Checkpoint:
+    """The tensors of a model directory by name, whichever of its files they are in. Files are mapped, not read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: dict[Path, Any] = {}
+        self._files = self._indexed() if self._has_index() else self._listed()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._file(self._files[name]).get_tensor(name)
+        return tensor
+
+    def check(self, model: CausalLM) -> None:
+        """That every tensor the model needs is there, with the right shape and of a floating type."""
+        for name, target in _sources(model, self):
+            file = self._files[name]
+            try:
+                found = self._file(file).get_slice(name)
+            except SafetensorError:
+                raise ModelError(
+                    f"{self.path}: the index says that tensor {name} is in {file.name}, but it is not"
+                ) from None
+            if tuple(found.get_shape()) != tuple(target.shape):
+                expected = list(target.shape)
+                raise ModelError(
+                    f"{file}: tensor {name} has shape {found.get_shape()}, but config.json asks for {expected}"
+                )
+            if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+                raise ModelError(
+                    f"{file}: tensor {name} is {found.get_dtype()}; only floating-point weights are supported"
+                )
+
+    def _has_index(self) -> bool:
+        # A single file wins over an index beside it, as in Transformers.
+        return (self.path / _INDEX).exists() and not (self.path / "model.safetensors").exists()
+
+    def _indexed(self) -> dict[str, Path]:
+        shards = read_json(self.path / _INDEX).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ModelError(f"{self.path / _INDEX} has no weight_map")
+        if missing := sorted(shard for shard in set(shards.values()) if not (self.path / shard).is_file()):
+            raise ModelError(f"{self.path}: {_INDEX} names {missing[0]}, which is missing; is the download complete?")
+        return {name: self.path / shard for name, shard in shards.items()}
+
+    def _listed(self) -> dict[str, Path]:
+        single = self.path / "model.safetensors"
+        files = [single] if single.exists() else sorted(self.path.glob("*.safetensors"))
+        if not files:
+            other = any(self.path.glob("*.bin")) or any(self.path.glob("*.pt*"))
+            hint = "; PyTorch's .bin and .pth files are not supported, convert them" if other else ""
+            raise ModelError(f"{self.path} has no .safetensors files{hint}")
+        return {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118 (not a mapping)
+
+    def _file(self, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file} is unreadable: {_damage(file) or error}; download it again") from None
+        return self._open[file]
+
+
+_INDEX = "model.safetensors.index.json"
+
+
+def _sources(model: CausalLM, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor to read and the memory it fills. A stacked parameter may be in the checkpoint whole or in parts."""
+    for slot in model.slots():
+        if slot.name in checkpoint:
+            yield slot.name, slot.target
+            continue
+        for name, view in slot.parts.items():
+            if name not in checkpoint:
+                whole = "" if slot.name == name else f" (nor {slot.name})"
+                raise ModelError(f"{checkpoint.path}: tensor {name} is missing{whole}")
+            yield name, view
+
+
+def _damage(file: Path) -> str | None:
+    """Where a truncated file ends, if its header can still be read: 8 bytes of length, then JSON with byte ranges."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = int.from_bytes(stream.read(8), "little") + 8
+            if start > size:
+                return "it ends within its header"
+            header = json.loads(stream.read(start - 8))
+        ends = {name: start + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+        cut = [name for name in sorted(ends, key=lambda name: ends[name]) if ends[name] > size]
+        return f"it ends within tensor {cut[0]}" if cut else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _draw(model: CausalLM, seed: int) -> None:
+    """Random weights that keep activations at the scale of one. Drawn on the CPU, so that all devices get the same."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, RMSNorm):
+                parameter.fill_(module.neutral)
+            else:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
