@@ -1,7 +1,7 @@
 """A request's tokens do not depend on its company: on a real model, in float64, where rounding cannot flip a token."""
 
 from collections import Counter
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +79,7 @@ def torch_loop(model: CausalLM, case: Case) -> Loop:
 def test_company_never_changes_tokens(model: CausalLM) -> None:
     seen: Counter[str] = Counter()
 
-    @lru_cache(maxsize=None)
+    @cache
     def alone(prompt: tuple[int, ...], max_tokens: int, seed: int | None) -> list[int]:
         arrival = Arrival(0, prompt, max_tokens, 0, "", seed, None)
         loop = torch_loop(model, Case((arrival,), depth=0, budget=64, seqs=1, spare=0, caching=False))
@@ -101,4 +101,3 @@ def test_company_never_changes_tokens(model: CausalLM) -> None:
 
     plays()
     assert_it_really_happened(seen)
-    print(dict(seen))

@@ -124,13 +124,13 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.gguf"))
 
 
-def test_slots_name_every_tensor_of_a_checkpoint(saved: Saved) -> None:
+def test_fills_name_every_tensor_of_a_checkpoint(saved: Saved) -> None:
     """Nothing that Transformers saved is left unread."""
     for family in tiny.FAMILIES:
         path = saved(family)[1]
         stored = set(load_file(path / "model.safetensors"))
-        for slot in load(path).slots():
-            stored -= {slot.name} if slot.name in stored else set(slot.parts)
+        for fill in load(path).fills():
+            stored -= {fill.name} if fill.name in stored else set(fill.parts)
         assert stored == set(), family
 
 

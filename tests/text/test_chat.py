@@ -245,6 +245,7 @@ def test_null_content_is_not_written_as_none():
         ([{"role": "user", "content": 3}], "content must be"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "'image_url'"),
         ([{"role": "user", "content": [None]}], "'NoneType'"),
+        ([{"role": "assistant", "tool_calls": 5}], "tool_calls must be a list"),
         ([{"role": "user", "content": "x", "when": datetime.now()}], "plain JSON"),
         ([TALK[1]], "alternate"),
         ([{"role": "user"}, {"role": "user"}], "alternate"),

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import RequestError
@@ -21,6 +21,7 @@ chunks_and_activity = st.lists(st.tuples(st.text("abc", max_size=5), st.booleans
 
 
 @given(stops=st.lists(few_letters, max_size=4), chunks=chunks_and_activity, include=st.booleans())
+@settings(max_examples=300, deadline=None)
 def test_chunks_give_what_the_whole_text_gives(stops, chunks, include):
     text, silent = "", set()
     watch, given_out = StopStrings(stops, include_in_output=include), ""

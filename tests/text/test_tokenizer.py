@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
@@ -28,6 +28,7 @@ def tokenizers(backends):
 
 
 @given(text=st.text())
+@settings(deadline=None)
 def test_byte_level_text_survives_a_round_trip(tokenizers, text):
     tokenizer = tokenizers["byte_level"]
     ids = tokenizer.encode(text)
@@ -82,7 +83,6 @@ def test_special_tokens_are_strings_or_objects_in_either_file(tmp_path):
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<|im_start|>"}
     assert tokenizer.bos_token_id == tokenizer.token_id("<s>") is not None
     assert tokenizer.eos_token_id == tokenizer.token_id("</s>")
-    assert tokenizer.pad_token_id is None
     assert tokenizer.special_token_ids == {tokenizer.token_id(t) for t in ("<s>", "</s>", "<|im_start|>")}
 
 

@@ -134,7 +134,8 @@ class Scheduler:
         self.cache.check_integrity()
         refs = [0] * self.pool.num_blocks
         for request in self.running:
-            assert request.state is State.RUNNING and self.slots.occupant[request.slot] is request
+            assert request.state is State.RUNNING, "a request sits without running"
+            assert self.slots.occupant[request.slot] is request, "a slot has two owners"
             assert self.slots.capacity[request.slot] == len(request.blocks) * self.block_size
             for block in request.blocks:
                 refs[block] += 1
@@ -142,8 +143,9 @@ class Scheduler:
         assert all(not request.blocks for request in [*self.waiting, *self._leaving]), "a seatless request holds blocks"
         taken = len(self.running) + len(self._leaving)
         assert self.slots.num_free == self.slots.size - taken, "a slot is neither free nor taken"
-        assert sorted(self.running, key=_age) == self.running and sorted(self.waiting, key=_age) == self.waiting
-        assert len(self.running) <= self.max_num_seqs
+        for queue in (self.running, self.waiting, self._prefilling):
+            assert sorted(queue, key=_age) == queue, "a queue is out of order"
+        assert len(self.running) <= self.max_num_seqs, "more run than there are seats"
 
     # The three passes
 
@@ -170,7 +172,7 @@ class Scheduler:
         return spent
 
     def _plan_new_prefills(self, tokens: int, now: float) -> None:
-        """First slices of waiting requests, in order; the first that does not fit ends the pass, so none is overtaken."""
+        """First slices of waiting requests, in order. The first that does not fit ends the pass: none is overtaken."""
         while tokens > 0 and self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             if request.slot >= 0 or not self.slots.num_free or not self._fits(request):

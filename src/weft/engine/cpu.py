@@ -119,7 +119,7 @@ def _child_survives(level: str | None) -> bool | None:
     try:
         # -P: this folder's files must not shadow the standard library's.
         child = subprocess.run(
-            [sys.executable, "-P", __file__],
+            [sys.executable or "python3", "-P", __file__],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -134,9 +134,12 @@ def _child_survives(level: str | None) -> bool | None:
 
 def _fork_survives(seconds: float = 10.0) -> bool | None:
     """Whether products run in this very process: whether oneDNN has read the variable, which it does not tell."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads' locks: hence the time limit
-        pid = os.fork()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # other threads' locks: hence the time limit
+            pid = os.fork()
+    except OSError:
+        return None
     if pid == 0:
         try:
             faulthandler.disable()

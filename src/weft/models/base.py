@@ -13,7 +13,7 @@ from weft.models.layers import RMSNorm, Stacked, wide
 from weft.models.rope import Rope
 
 
-class Slot(NamedTuple):
+class Fill(NamedTuple):
     """A parameter and what fills it: the tensor `name` of a checkpoint whole, or each of `parts` its own view."""
 
     name: str
@@ -67,7 +67,7 @@ class CausalLM(nn.Module):
         cap = self.config.logit_softcap
         return scores if cap is None else torch.tanh(scores / cap) * cap
 
-    def slots(self) -> Iterator[Slot]:
+    def fills(self) -> Iterator[Fill]:
         """Every parameter with its name as Transformers 5 has it in memory, and its parts as checkpoints name them."""
         for path, module in self.named_modules():
             leaf = path.rpartition(".")[2]
@@ -76,7 +76,7 @@ class CausalLM(nn.Module):
                 whole = f"{leaf}.{name}"
                 parts = module.parts(name) if isinstance(module, Stacked) else {whole: parameter}
                 published = {self.published_name(parent + part): view for part, view in parts.items()}
-                yield Slot(parent + whole, parameter, published)
+                yield Fill(parent + whole, parameter, published)
 
     def published_name(self, name: str) -> str:
         """The name of a tensor in checkpoints of this family where it differs from the name of our parameter."""

@@ -115,13 +115,13 @@ _INDEX = "model.safetensors.index.json"
 
 def _sources(model: CausalLM, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """Each tensor to read and the memory it fills. A stacked parameter may be in the checkpoint whole or in parts."""
-    for slot in model.slots():
-        if slot.name in checkpoint:
-            yield slot.name, slot.target
+    for fill in model.fills():
+        if fill.name in checkpoint:
+            yield fill.name, fill.target
             continue
-        for name, view in slot.parts.items():
+        for name, view in fill.parts.items():
             if name not in checkpoint:
-                whole = "" if slot.name == name else f" (nor {slot.name})"
+                whole = "" if fill.name == name else f" (nor {fill.name})"
                 raise ModelError(f"{checkpoint.path}: tensor {name} is missing{whole}")
             yield name, view
 

@@ -1,0 +1,237 @@
+"""Chat templates: owns how messages become a prompt.
+
+The template comes with the model, so it runs in a sandbox and sees plain JSON data only; its running time is not
+limited, as nothing in a request makes a well-meant template run away. The prompt that comes out holds its special
+tokens already: encode it with `add_special_tokens=False`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from weft.errors import ModelError, RequestError
+from weft.text.tokenizer import one_line, read_json, read_special_tokens
+
+Message = dict[str, Any]
+
+
+class ChatTemplate:
+    """The templates of one model by name: "default", and sometimes "tool_use" for requests with tools."""
+
+    def __init__(self, templates: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None):
+        """`special_tokens` are variables of the template, as in {"bos_token": "<s>"}."""
+        self._sources = {"default": templates} if isinstance(templates, str) else dict(templates)
+        self._special_tokens = dict(special_tokens or {})
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    @classmethod
+    def load(cls, path: Path) -> "ChatTemplate":
+        """The templates of a Hugging Face directory. A directory without one is no error until a chat is rendered."""
+        return cls(_read_templates(path), read_special_tokens(path))
+
+    def __bool__(self) -> bool:
+        """Whether the model has a template at all."""
+        return bool(self._sources)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        documents: Sequence[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for these messages; `variables` are the template's own options, such as enable_thinking."""
+        if not messages:
+            raise RequestError("messages is empty: a chat needs at least one message")
+        return self._render(
+            [self._normalise(message) for message in _plain(messages)],
+            **_plain(variables),
+            add_generation_prompt=add_generation_prompt,
+            tools=_plain(tools) or None,  # some templates announce tools where the list is only empty
+            documents=_plain(documents) or None,
+        )
+
+    def _render(self, messages: list[Message], /, **variables: Any) -> str:
+        template = self._template("tool_use" if variables["tools"] and "tool_use" in self._sources else "default")
+        try:
+            return template.render({**self._special_tokens, **variables, "messages": messages})
+        except SecurityError as error:
+            raise ModelError(f"the model's chat template does what the sandbox forbids: {one_line(error)}") from error
+        except _TemplateRefusal as error:
+            raise RequestError(f"the model's chat template refuses these messages: {one_line(error)}") from error
+        except Exception as error:  # whatever the template's expressions can raise
+            raise RequestError(f"the model's chat template cannot render these messages: {one_line(error)}") from error
+
+    def _template(self, name: str) -> jinja2.Template:
+        if name not in self._compiled:
+            if name not in self._sources:
+                raise RequestError("the model has no chat template: send a prompt instead, or add chat_template.jinja")
+            try:
+                self._compiled[name] = _environment().from_string(self._sources[name])
+            except Exception as error:  # a syntax error, or nesting too deep for the compiler
+                raise ModelError(f"the model's chat template is broken: {one_line(error)}") from error
+        return self._compiled[name]
+
+    def _normalise(self, message: Any) -> Message:
+        """The message in the form that templates are written for, which is not always the form of the OpenAI API."""
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RequestError(f"a message must be an object with a role, got {message!r:.80}")
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [_text_part(part) for part in content]
+            message["content"] = parts if self._takes_parts else "\n".join(part["text"] for part in parts)
+        elif isinstance(content, str):
+            message["content"] = content if self._takes_strings else [{"type": "text", "text": content}]
+        elif content is not None:
+            raise RequestError(f"a message's content must be a string or a list of text parts, got {content!r:.80}")
+        elif not message.get("tool_calls"):
+            message["content"] = ""  # null is a reply that only calls tools; elsewhere it would be written as "None"
+        if not isinstance(calls := message.get("tool_calls") or [], list):
+            raise RequestError(f"a message's tool_calls must be a list, got {calls!r:.80}")
+        for call in calls:
+            _parse_arguments(call)
+        return message
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        return self._shows([{"type": "text", "text": _PROBE}])
+
+    @cached_property
+    def _takes_strings(self) -> bool:
+        return self._shows(_PROBE) or not self._takes_parts
+
+    def _shows(self, content: Any) -> bool:
+        """Whether the template writes this content as its text, rather than as nothing, as Python, or not at all."""
+        message = {"role": "user", "content": content}
+        try:
+            text = self._render([message], add_generation_prompt=True, tools=None, documents=None)
+        except RequestError:
+            return False
+        return _PROBE in text and "'type'" not in text and '"type"' not in text
+
+
+_PROBE = "weft-probe"
+_DEEPEST = 100  # far more than any JSON schema of a tool, and safe from Python's recursion limit
+
+
+def _read_templates(path: Path) -> dict[str, str]:
+    """Files go before tokenizer_config.json, as in Transformers; some models ship chat_template.json instead."""
+    files = {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+    if (path / "chat_template.jinja").is_file():
+        files["default"] = path / "chat_template.jinja"
+    try:
+        found: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        for name in ("tokenizer_config.json", "chat_template.json"):
+            found = found or read_json(path / name).get("chat_template") or {}
+        if isinstance(found, list):
+            found = {entry["name"]: entry["template"] for entry in found}
+        return {"default": found} if isinstance(found, str) else dict(found)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"the chat template in {path} cannot be read: {one_line(error)}") from error
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """A copy in plain JSON types: a template can call methods, and those of other objects may do anything."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if depth == _DEEPEST:
+        raise RequestError(f"messages, tools and template options may be nested {_DEEPEST} levels deep, not more")
+    if isinstance(value, dict):
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    raise RequestError(f"messages, tools and template options must be plain JSON data, got a {type(value).__name__}")
+
+
+def _text_part(part: Any) -> dict[str, str]:
+    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise RequestError(f"a message has a content part of type {kind!r}: only text parts are supported")
+    return {"type": "text", "text": text}
+
+
+def _parse_arguments(call: Any) -> None:
+    """Clients send a call's arguments as a JSON string, templates expect the object. A model may have written broken
+    JSON; it then stays a string, so that the conversation can go on."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            return
+
+
+class _TemplateRefusal(jinja2.TemplateError):
+    """Raised by the template itself, in words meant for the user."""
+
+
+class _GenerationTag(Extension):
+    """{% generation %} marks the assistant's words for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class has it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _PlainNamespace(Namespace):
+    """Takes no attribute that Python could mistake for one of its own."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja, so that any name can be a key, also "self"
+        Namespace.__init__(*args, **kwargs)
+        for name in dict(*args[1:], **kwargs):
+            _check_name(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: str) -> None:
+    if name.startswith("_"):
+        raise SecurityError(f"a namespace may not have the attribute {name!r}")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What published templates count on: these settings, tags, filters and functions are Transformers' set."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_PlainNamespace)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes <, > and & for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _TemplateRefusal(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

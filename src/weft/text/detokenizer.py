@@ -1,0 +1,56 @@
+"""Streaming detokenization: owns the few bytes of a token stream that are not yet a whole character.
+
+Tokens are turned into bytes (a table look-up, see `Tokenizer.token_bytes`) and the bytes into text by Python's
+incremental UTF-8 decoder. So a token costs the same however long the output is, at most three bytes are kept back, and
+what was emitted is never revised. The library's own `DecodeStream` decodes its open window again for every token, keeps
+undecodable tokens back without a limit, and raises for ever after byte-fallback tokens that turn out to be invalid.
+"""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from weft.text.tokenizer import Tokenizer
+
+
+class StreamDetokenizer:
+    """Gives out the text of a growing token sequence, whole characters only.
+
+    All pushes and the flush together equal `tokenizer.decode(all ids)`, however the ids were split. One exception: in a
+    run of byte-fallback tokens (<0xE2> ...) that is not valid UTF-8, `decode` writes U+FFFD for every byte of the run,
+    while a stream has already given out the valid characters of it and writes U+FFFD for the others only.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()):
+        """`context` is the prompt that the stream continues: a reply to text keeps the space that it begins with."""
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._first = True
+        self._utf8 = _utf8_decoder(errors=_ONE_PER_BYTE if tokenizer.byte_fallback else "replace")
+        # A character has at most four bytes, so no more tokens than that matter.
+        visible = list(islice((t for t in reversed(context) if tokenizer.token_bytes(t) and t not in self._hidden), 4))
+        self.push(reversed(visible))
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take the next tokens; returns the text that has become final, often ""."""
+        data = []
+        for token_id in token_ids:
+            if token_id not in self._hidden and (spelling := self._tokenizer.token_bytes(token_id)):
+                data.append(self._tokenizer.token_bytes(token_id, first=True) if self._first else spelling)
+                self._first = False
+        return self._utf8.decode(b"".join(data))
+
+    def flush(self) -> str:
+        """The end of the stream: what is left of an unfinished character, as U+FFFD."""
+        return self._utf8.decode(b"", True)
+
+
+def _one_per_byte(error: UnicodeError) -> tuple[str, int]:
+    # "replace" writes one U+FFFD for a whole cut-off character, as byte-level decoders do; byte fallback does not.
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+_ONE_PER_BYTE = "weft.one_per_byte"
+codecs.register_error(_ONE_PER_BYTE, _one_per_byte)
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
