@@ -57,6 +57,9 @@ class ToyExecutor:
     def submit(self, plan: StepPlan, inputs: StepInputs) -> Lazy:
         return Lazy(self, plan, inputs)
 
+    def close(self) -> None:
+        pass
+
     def run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
         self.tables[plan.new_blocks.slots, plan.new_blocks.columns] = plan.new_blocks.blocks
         decodes = self.last_token[plan.slots[: plan.num_decodes]]

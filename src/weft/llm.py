@@ -150,6 +150,18 @@ class LLM:
         (reader,) = self._open(prompt, params)
         return self._follow(reader)
 
+    def close(self) -> None:
+        """Ends what runs and lets the model go. A `with` block does it by itself."""
+        self._forget(list(self._readers.values()))
+        self.engine.loop.drain()
+        self.engine.loop.executor.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def _follow(self, reader: "_Reader") -> Iterator[Delta]:
         total, shown, tokens, seen = len(reader.stream.prompt), 0, 0, -1
         self._start([reader])

@@ -87,7 +87,7 @@ def test_company_never_changes_tokens(model: CausalLM) -> None:
         loop.add(stream)
         while loop.has_work:
             loop.step()
-        loop.executor.close()  # type: ignore[attr-defined]
+        loop.executor.close()
         return stream.output
 
     @settings(max_examples=200, deadline=None)
@@ -97,7 +97,7 @@ def test_company_never_changes_tokens(model: CausalLM) -> None:
         try:
             play(case, loop, open_stream, lambda a: alone(a.prompt, a.max_tokens, a.seed), seen)
         finally:
-            loop.executor.close()  # type: ignore[attr-defined]
+            loop.executor.close()
 
     plays()
     assert_it_really_happened(seen)

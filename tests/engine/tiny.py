@@ -1,8 +1,10 @@
-"""A small Llama with random weights, made from a config alone."""
+"""A small Llama with random weights, made from a config alone, and a tokenizer with one token a byte."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -18,9 +20,24 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "float32",
     "eos_token_id": 0,
 }
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
 def tiny_directory(path: Path, **changes: Any) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(CONFIG | changes))
+    return path
+
+
+def talking_directory(path: Path, **changes: Any) -> Path:
+    """A tiny model that reads and writes text: its 257 tokens are the bytes and an end of text."""
+    tiny_directory(path, vocab_size=257, eos_token_id=256, **changes)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"eos_token": "<end>", "chat_template": CHAT_TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path

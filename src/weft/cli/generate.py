@@ -117,8 +117,10 @@ def _read_job(path: Path, number: int, line: str, defaults: SamplingParams) -> _
         raise RequestError(
             f"{where}: unknown field {unknown[0]!r}; known: prompt, messages, {', '.join(sorted(known))}"
         )
-    if "logit_bias" in data and isinstance(data["logit_bias"], dict):
-        data["logit_bias"] = {int(token): bias for token, bias in data["logit_bias"].items() if token.isdigit()}
+    if not isinstance(prompt, str | list):
+        raise RequestError(f"{where}: a prompt is text or a list of token ids, not {prompt!r}")
+    if isinstance(data.get("logit_bias"), dict):  # JSON has no numbers for keys
+        data["logit_bias"] = {int(t) if t.isdecimal() else t: bias for t, bias in data["logit_bias"].items()}
     try:
         return _Job(number, prompt, messages, replace(defaults, **data))
     except (RequestError, TypeError) as error:

@@ -6,9 +6,8 @@ from typing import Any
 
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
-from weft.errors import OptionError
 
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,10 +81,6 @@ def _size(text: str) -> int:
     digits = text.rstrip("bBkKmMgGiI")
     unit = text[len(digits) :].lower().removesuffix("b")
     try:
-        return int(float(digits) * _UNITS.get(unit, 0 if unit else 1)) or _bad_size(text)
-    except ValueError:
-        return _bad_size(text)
-
-
-def _bad_size(text: str) -> int:
-    raise OptionError(f"{text!r} is not a size in bytes: write 4000000000, 4G or 4GiB")
+        return int(float(digits) * _UNITS[unit])
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes: write 4000000000, 4G or 4GiB") from None

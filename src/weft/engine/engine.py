@@ -115,6 +115,8 @@ class Engine:
         ]
 
     def _checked(self, prompt: Sequence[int]) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, str | bytes):
+            raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r}")
         if len(prompt) == 0:
             raise RequestError("the prompt is empty: at least one token is needed to predict the next one")
         if len(prompt) >= self.max_model_len:

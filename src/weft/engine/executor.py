@@ -56,3 +56,7 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan, inputs: StepInputs) -> PendingStep:
         """Returns before the result exists. Steps run in the order of submission."""
         ...
+
+    def close(self) -> None:
+        """Lets go of threads and devices. Nothing is submitted afterwards."""
+        ...

@@ -1,5 +1,8 @@
 """KVPool: the tensors behind the block ids on one device."""
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +24,8 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        # Zeros, not empty: masked positions are multiplied by 0, and 0 times a stray NaN is NaN.
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.k = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.v = [_zeros(shape, dtype, device) for _ in range(num_layers)]
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores one token's k and v per place; a place is block * block_size + offset."""
@@ -32,11 +34,19 @@ class KVPool:
 
     def gather(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
         """k and v of whole block tables: [rows, blocks] -> [rows, blocks * block_size, kv_heads, head_dim]."""
-        k = self.k[layer][tables].flatten(1, 2)
-        v = self.v[layer][tables].flatten(1, 2)
-        return k, v
+        rows, blocks = tables.flatten(), (len(tables), -1)
+        k, v = (pool[layer].index_select(0, rows) for pool in (self.k, self.v))
+        return k.view(*blocks, *k.shape[2:]), v.view(*blocks, *v.shape[2:])
 
 
 def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """What one block costs over all layers."""
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not empty: masked positions are multiplied by 0, and 0 times a stray NaN is NaN."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy takes zeroed pages from the system, which costs nothing before they are used; torch writes them all.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

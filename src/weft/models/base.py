@@ -34,7 +34,9 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        # From a tensor, because the usual constructor draws values, and on the meta device that imports the compiler.
+        self.embed_tokens = nn.Embedding(vocab, hidden, _weight=torch.empty(vocab, hidden))
         self.layers = nn.ModuleList(self.build_layer(config, index) for index in range(config.num_layers))
         self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
