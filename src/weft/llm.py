@@ -12,6 +12,7 @@ from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
 from weft.errors import PromptError, RequestError
+from weft.progress import batch_progress
 from weft.text.chat import ChatTemplate
 from weft.text.output import TextStream
 from weft.text.tokenizer import Tokenizer
@@ -181,9 +182,15 @@ class LLM:
     def _run(self, readers: list["_Reader"], progress: bool) -> None:
         self._start(readers)
         try:
-            with _progress_bar(readers, progress) as bar:
-                while not all(reader.done for reader in readers):
-                    bar.update(self._pump())
+            with batch_progress(len(readers), progress) as advance:
+                open_ids = {reader.stream.request.id for reader in readers}
+                while open_ids:
+                    events = self._pump()
+                    done = {
+                        event.stream.request.id for event in events if event.stream.request.finish_reason
+                    } & open_ids
+                    open_ids -= done
+                    advance(len(done), sum(event.token is not None for event in events))
         finally:
             self._forget(readers)
 
@@ -309,40 +316,3 @@ def _metrics(stream: Stream) -> Metrics:
         cached_tokens=request.cached_tokens,
         preemptions=request.preemptions,
     )
-
-
-def _progress_bar(readers: list[_Reader], show: bool) -> "_Progress":
-    return _Progress(len(readers), sum(len(reader.stream.prompt) for reader in readers), show)
-
-
-class _Progress:
-    """A bar over finished completions, with the rates that people look for."""
-
-    def __init__(self, total: int, prompt_tokens: int, show: bool) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._bar = Progress(
-            TextColumn("completions"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[tokens]} tokens, {task.fields[rate]:.0f}/s"),
-            disable=not show,
-            transient=False,
-        )
-        self._task = self._bar.add_task("", total=total, tokens=0, rate=0.0)
-        self._tokens = 0
-
-    def __enter__(self) -> "_Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def update(self, events: list[TokenEvent]) -> None:
-        task = self._bar.tasks[self._task]
-        self._tokens += sum(event.token is not None for event in events)
-        finished = sum(event.stream.request.finish_reason is not None for event in events)
-        rate = self._tokens / task.elapsed if task.elapsed else 0.0
-        self._bar.update(self._task, advance=finished, tokens=self._tokens, rate=rate)

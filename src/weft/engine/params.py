@@ -50,7 +50,11 @@ class SamplingParams:
                 _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
-        for name, kinds in (("stop", (str, list, tuple)), ("stop_token_ids", (list, tuple)), ("logit_bias", (Mapping,))):
+        for name, kinds in (
+            ("stop", (str, list, tuple)),
+            ("stop_token_ids", (list, tuple)),
+            ("logit_bias", (Mapping,)),
+        ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
                 raise RequestError(f"{name}={value!r} must be {' or '.join(kind.__name__ for kind in kinds)}")

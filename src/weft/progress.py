@@ -1,0 +1,31 @@
+"""The progress bar of a batch: finished completions, and the rates that people look for."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Advance = Callable[[int, int], None]  # completions finished and tokens sampled since the last call
+
+
+@contextmanager
+def batch_progress(completions: int, show: bool) -> Iterator[Advance]:
+    if not show:
+        yield lambda finished, tokens: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("completions"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[tokens]} tokens, {task.fields[rate]:.0f}/s"),
+    )
+    with Progress(*columns) as bar:
+        task = bar.add_task("", total=completions, tokens=0, rate=0.0)
+
+        def advance(finished: int, tokens: int) -> None:
+            state = bar.tasks[task]
+            total = state.fields["tokens"] + tokens
+            bar.update(task, advance=finished, tokens=total, rate=total / state.elapsed if state.elapsed else 0.0)
+
+        yield advance
