@@ -1,16 +1,18 @@
 """The embedded API as its users meet it, on a small model with random weights."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import weft
 from tests.engine.tiny import CONFIG, talking_directory, tiny_directory
-from weft import LLM, OptionError, RequestError, SamplingParams
+from weft import LLM, EngineError, OptionError, RequestError, SamplingParams
 from weft.errors import PromptError
 
 LONG_ENOUGH = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -157,18 +159,52 @@ def test_streams_side_by_side_and_one_that_is_left(llm: LLM) -> None:
     assert text + "".join(piece.text for piece in one) == expected
 
 
-def test_an_interrupted_batch_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    pump = llm._pump
-    turns = iter(range(3))
+def test_a_stream_that_ends_under_another_one_s_turn_loses_nothing(llm: LLM) -> None:
+    expected = generate(llm, "one", temperature=0, max_tokens=20, ignore_eos=True)
+    stream = llm.stream("one", LONG_ENOUGH)
+    pieces = [next(stream)]
+    generate(llm, "something longer that runs on", temperature=0, max_tokens=60, ignore_eos=True)
+    pieces += stream
+    assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids
+    assert "".join(piece.text for piece in pieces) == expected.text
+    assert pieces[-1].finish_reason == "length"
+    assert pieces[-1].metrics is not None
 
-    def interrupted() -> Any:
+
+def test_an_interrupted_batch_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = llm.stream("other", LONG_ENOUGH)
+    pieces = [next(other)]
+    with monkeypatch.context() as patch:
+        interrupt_results(patch, after=3)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"], LONG_ENOUGH, progress=False)
+    # Whoever else is running does not lose a token by it.
+    pieces += other
+    expected = llm.generate("other", LONG_ENOUGH, progress=False)[0].token_ids
+    assert [token for piece in pieces for token in piece.token_ids] == expected
+
+
+def interrupt_results(patch: pytest.MonkeyPatch, after: int) -> None:
+    """Ctrl-C while the loop waits for a step, which is where it spends its time."""
+    wait = Future.result
+    turns = iter(range(after))
+
+    def interrupted(self: Any, timeout: float | None = None) -> Any:
         if next(turns, None) is None:
             raise KeyboardInterrupt
-        return pump()
+        return wait(self, timeout)
 
-    monkeypatch.setattr(llm, "_pump", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["a", "b"], LONG_ENOUGH, progress=False)
+    patch.setattr(Future, "result", interrupted)
+
+
+def test_interrupts_do_not_use_up_the_seats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(talking_directory(tmp_path), load_format="dummy", max_num_seqs=1) as narrow:
+        for after in range(6):
+            with monkeypatch.context() as patch:
+                interrupt_results(patch, after)
+                with pytest.raises(KeyboardInterrupt):
+                    narrow.generate("a", LONG_ENOUGH, progress=False)
+        assert len(narrow.generate("a", LONG_ENOUGH, progress=False)[0].token_ids) == 20
 
 
 def test_chat_renders_the_template(llm: LLM) -> None:
@@ -181,9 +217,11 @@ def test_chat_renders_the_template(llm: LLM) -> None:
 
 def test_the_progress_bar_can_be_seen_and_switched_off(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a"], LONG_ENOUGH)
-    assert "1/1" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "1/1" in shown.err
+    assert shown.out == ""  # which is for results
     llm.generate(["a"], LONG_ENOUGH, progress=False)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -221,6 +259,14 @@ def test_bad_prompts_are_refused_and_the_engine_goes_on(llm: LLM, prompt: Any, m
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens=5 is above max_tokens=4"),
         ({"n": 0}, "n=0"),
         ({"logprobs": 21}, "logprobs=21 is out of range: it must be at least 0 and at most 20"),
+        ({"temperature": 10**400}, "temperature=1000"),
+        ({"repetition_penalty": 1e-45}, "repetition_penalty=1e-45"),
+        (
+            {"top_k": 10**19},
+            "top_k=10000000000000000000 is out of range: it must be at least -1 and at most 2147483647",
+        ),
+        ({"min_tokens": 10**19, "max_tokens": None}, "min_tokens=10000000000000000000"),
+        ({"ignore_eos": "false"}, "ignore_eos='false' must be True or False"),
         ({"stop": 5}, "stop=5 must be str or list or tuple"),
         ({"stop_token_ids": "ab"}, "stop_token_ids='ab' must be list or tuple"),
         ({"logit_bias": [1]}, r"logit_bias=\[1\] must be Mapping"),
@@ -245,7 +291,10 @@ def test_nonsensical_parameters_are_refused_with_the_value_and_the_limit(
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be a whole number of at least 1"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens=32 is below max_num_seqs=64"),
         ({"max_model_len": 128, "kv_cache_memory_bytes": 30_000}, "less than one request of max_model_len=128"),
-        ({"kv_cache_memory_bytes": 10}, "the KV cache holds only"),
+        ({"kv_cache_memory_bytes": 10}, "the KV cache has 10 bytes, but one block of 16 tokens takes 4096"),
+        ({"max_nun_seqs": 4}, "unknown option 'max_nun_seqs'; known: model, dtype"),
+        ({"gpu_memory_utilization": "much"}, "gpu_memory_utilization='?much"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
         ({"dtype": "int3"}, "dtype 'int3' is not supported"),
         ({"device": "tpu"}, "device='tpu' is not supported"),
@@ -265,11 +314,105 @@ def test_a_small_cache_shortens_the_context_where_none_was_asked_for(tmp_path: P
 
 
 def test_a_step_that_fails_is_raised_and_the_next_request_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = llm.stream("other", LONG_ENOUGH)
+    next(other)
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.loop.executor.model, "logits", lambda hidden: 1 / 0)  # type: ignore[attr-defined]
         with pytest.raises(ZeroDivisionError):
             llm.generate(["a", "b"], LONG_ENOUGH, progress=False)
+    with pytest.raises(EngineError, match="did not finish: a step failed or was interrupted"):
+        list(other)
     assert len(llm.generate("a", LONG_ENOUGH, progress=False)[0].token_ids) == 20
+
+
+def test_a_step_that_cannot_be_submitted_leaves_nothing_cached(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = "a prompt of several blocks, whose content was planned and never computed"
+    expected = generate(llm, prompt, temperature=0, max_tokens=5).token_ids
+    llm.engine.loop.scheduler.clear_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.loop.executor, "submit", lambda plan, inputs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(prompt, LONG_ENOUGH, progress=False)
+    again = generate(llm, prompt, temperature=0, max_tokens=5)
+    assert again.token_ids == expected
+    assert again.metrics is not None
+    assert again.metrics.cached_tokens == 0
+
+
+def test_a_closed_llm_says_so(tmp_path: Path) -> None:
+    short = LLM(talking_directory(tmp_path), load_format="dummy")
+    stream = short.stream("a", LONG_ENOUGH)
+    next(stream)
+    short.close()
+    with pytest.raises(EngineError, match="was closed"):
+        list(stream)
+    with pytest.raises(EngineError, match="is closed"):
+        short.generate("a", progress=False)
+
+
+def test_not_a_number_in_one_request_does_not_reach_another(tmp_path: Path) -> None:
+    """Blocks are reused: what an earlier owner left in them is padding to the next one, and must have no effect."""
+    with LLM(talking_directory(tmp_path), load_format="dummy", kv_cache_memory_bytes=100_000) as small:
+        prompts = [list(range(1, n)) for n in (5, 40, 20)]
+        expected = [r.token_ids for r in small.generate(prompts, LONG_ENOUGH, progress=False)]
+        for pool in (*small.engine.loop.executor.kv.k, *small.engine.loop.executor.kv.v):  # type: ignore[attr-defined]
+            pool.fill_(torch.nan)
+        small.engine.loop.scheduler.clear_cache()
+        assert [r.token_ids for r in small.generate(prompts, LONG_ENOUGH, progress=False)] == expected
+
+
+def test_only_the_first_of_n_describes_the_prompt(llm: LLM) -> None:
+    tokens = []
+    llm.engine.loop.on_record = lambda record: tokens.append(record.prefill_tokens)
+    result = generate(llm, "x" * 100, n=4, max_tokens=2, prompt_logprobs=1)
+    llm.engine.loop.on_record = lambda record: None
+    assert result.prompt_logprobs is not None
+    assert all(one is not None for one in result.prompt_logprobs[1:])
+    assert sum(tokens) == 100 + 3 * 4  # the others take six of seven blocks from the cache
+
+
+def test_a_tiny_temperature_is_greedy(llm: LLM) -> None:
+    greedy = generate(llm, "word", temperature=0, max_tokens=8).token_ids
+    assert generate(llm, "word", temperature=1e-40, max_tokens=8).token_ids == greedy
+
+
+def test_the_tokenizer_s_end_of_text_counts_where_the_config_names_none(tmp_path: Path) -> None:
+    with LLM(talking_directory(tmp_path, eos_token_id=None), load_format="dummy") as quiet:
+        assert generate(quiet, "a", logit_bias={256: 100}, max_tokens=5).token_ids == [256]
+
+
+def test_a_cache_is_shared_only_within_a_salt(llm: LLM) -> None:
+    def cached(salt: str) -> int:
+        (result,) = llm.generate("y" * 60, LONG_ENOUGH, progress=False, cache_salt=salt)
+        assert result.metrics is not None
+        return result.metrics.cached_tokens
+
+    assert [cached("a"), cached("b"), cached("a")] == [0, 0, 48]
+
+
+@pytest.mark.parametrize("options", [{"max_num_seqs": 1, "max_model_len": 16}, {"max_num_seqs": 1, "block_size": 256}])
+def test_small_engines_are_possible(tmp_path: Path, options: dict[str, int]) -> None:
+    with LLM(tiny_directory(tmp_path), load_format="dummy", **options) as small:
+        assert len(small.generate([[1, 2]], LONG_ENOUGH, progress=False)[0].token_ids) in (14, 20)
+
+
+@pytest.mark.parametrize("prompts", [5, None])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="prompts must be text, token ids or a list of them"):
+        llm.generate(prompts)
+
+
+def test_token_ids_may_be_an_array_and_parameters_must_be_parameters(llm: LLM) -> None:
+    ids = np.array([1, 2, 3])
+    assert llm.generate(ids, LONG_ENOUGH, progress=False)[0].prompt_token_ids == [1, 2, 3]  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="sampling_params must be SamplingParams"):
+        llm.generate([[1]], {"temperature": 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user"}, [5], 5])
+def test_malformed_messages_are_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match="messages must be a list of objects"):
+        llm.chat(messages)
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:

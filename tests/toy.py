@@ -10,6 +10,7 @@ import numpy as np
 
 from weft.core import ChunkedPolicy, Scheduler, StepPlan
 from weft.engine.executor import StepInputs, StepResult
+from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
@@ -120,8 +121,8 @@ def toy_stream(
         seed=0,
         max_tokens=max_tokens,
         eos_ids=(EOS,),
-        block_size=block_size,
+        root=root_hash(salt),
+        hashes=prompt_hashes(root_hash(salt), np.array(prompt, np.int32), block_size),
         arrival=arrival,
         priority=priority,
-        salt=salt,
     )

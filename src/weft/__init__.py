@@ -1,7 +1,7 @@
 """weft serves language models so that nobody's stream stutters when somebody else's long prompt arrives."""
 
 from weft.engine.params import SamplingParams
-from weft.errors import ModelError, OptionError, RequestError, WeftError
+from weft.errors import EngineError, ModelError, OptionError, RequestError, WeftError
 from weft.llm import LLM, Completion, Delta, Generation, Metrics
 
 __version__ = "0.1.0"
@@ -10,6 +10,7 @@ __all__ = [
     "LLM",
     "Completion",
     "Delta",
+    "EngineError",
     "Generation",
     "Metrics",
     "ModelError",

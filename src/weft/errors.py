@@ -22,5 +22,9 @@ class PromptError(RequestError):
         self.reason = reason
 
 
+class EngineError(WeftError):
+    """The engine could not finish a request through no fault of the request."""
+
+
 class OptionError(WeftError, ValueError):
     """An option of the engine or of the command line has a value that makes no sense."""

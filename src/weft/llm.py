@@ -1,5 +1,6 @@
 """The embedded API: a model in this process, the same loop and the same text handling as the server's."""
 
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from weft.engine.loop import TokenEvent
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
-from weft.errors import PromptError, RequestError
+from weft.errors import EngineError, PromptError, RequestError
 from weft.progress import batch_progress
 from weft.text.chat import ChatTemplate
 from weft.text.output import TextStream
@@ -95,12 +96,14 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        self.options = EngineOptions(model=None if model is None else str(model), **options)
+        self.options = EngineOptions.of(model=None if model is None else str(model), **options)
         self.path = _resolve(self.options.model)
         self.tokenizer = Tokenizer.load(self.path)
         self.chat_template = ChatTemplate.load(self.path)
-        self.engine = Engine.build(self.options, self.path)
+        eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
+        self.engine = Engine.build(self.options, self.path, () if eos is None else (eos,))
         self._readers: dict[str, _Reader] = {}
+        self._closed = False
 
     def generate(
         self,
@@ -108,14 +111,19 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> list[Generation]:
-        """Completes every prompt (text or token ids), in the order given. Shows a progress bar unless told not to."""
+        """Completes every prompt (text or token ids), in the order given. Shows a progress bar unless told not to.
+
+        A lower `priority` goes first. Prompts share cached prefixes only with prompts of the same `cache_salt`.
+        """
         batch = _as_batch(prompts)
         params = _as_params(sampling_params, len(batch))
         groups = []
         for number, (prompt, wishes) in enumerate(zip(batch, params, strict=True)):
             try:
-                groups.append(self._open(prompt, wishes))
+                groups.append(self._open(prompt, wishes, priority, cache_salt))
             except RequestError as error:
                 raise PromptError(number, str(error)) from None
         self._run([reader for group in groups for reader in group], progress)
@@ -133,26 +141,37 @@ class LLM:
         **template_options: Any,
     ) -> list[Generation]:
         """Answers one conversation, or each of a list of them, in the model's chat format."""
-        single = not messages or isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
+        several = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], list | tuple)
+        conversations: Any = messages if several else [messages]
         prompts = [self.chat_prompt(conversation, **template_options) for conversation in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
 
     def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """Token ids of a conversation, ready for the model's next turn."""
+        good = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
+        if not good:
+            raise RequestError('messages must be a list of objects such as {"role": "user", "content": "Hello"}')
         text = self.chat_template.render([dict(message) for message in messages], **template_options)
         return self._tokenizer().encode(text, add_special_tokens=False)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Completes one prompt, piece by piece. Closing the iterator ends the request."""
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Iterator[Delta]:
+        """Completes one prompt, piece by piece. It starts with the first piece asked for; closing it ends it."""
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one completion; open several, or use generate")
-        (reader,) = self._open(prompt, params)
+        (reader,) = self._open(prompt, params, priority, cache_salt)
         return self._follow(reader)
 
     def close(self) -> None:
         """Ends what runs and lets the model go. A `with` block does it by itself."""
+        self._closed = True
         self._forget(list(self._readers.values()))
         self.engine.loop.drain()
         self.engine.loop.executor.close()
@@ -165,40 +184,42 @@ class LLM:
 
     def _follow(self, reader: "_Reader") -> Iterator[Delta]:
         total, shown, tokens, seen = len(reader.stream.prompt), 0, 0, -1
-        self._start([reader])
+        completion = reader.completion
         try:
-            while not reader.done:
-                self._pump()
-                text, ids = reader.completion.text[shown:], reader.completion.token_ids[tokens:]
+            self._start([reader])
+            while True:
+                # Another stream's turn may have brought news for this one: give that out before asking for more.
+                text, ids = completion.text[shown:], completion.token_ids[tokens:]
                 shown, tokens = shown + len(text), tokens + len(ids)
                 prefilled = total if tokens else min(total, self.engine.loop.prefilled(reader.stream))
                 if ids or reader.done or prefilled != seen:
-                    done = reader.completion
-                    yield Delta(text, ids, prefilled, total, done.finish_reason, done.metrics)
+                    yield Delta(text, ids, prefilled, total, completion.finish_reason, completion.metrics)
                 seen = prefilled
+                if reader.done and tokens == len(completion.token_ids):
+                    return
+                self._pump([reader])
         finally:
             self._forget([reader])
 
     def _run(self, readers: list["_Reader"], progress: bool) -> None:
-        self._start(readers)
         try:
+            self._start(readers)
             with batch_progress(len(readers), progress) as advance:
-                open_ids = {reader.stream.request.id for reader in readers}
-                while open_ids:
-                    events = self._pump()
-                    done = {
-                        event.stream.request.id for event in events if event.stream.request.finish_reason
-                    } & open_ids
-                    open_ids -= done
-                    advance(len(done), sum(event.token is not None for event in events))
+                waiting = readers
+                while waiting:
+                    tokens = self._pump(waiting)
+                    still = [reader for reader in waiting if not reader.done]
+                    advance(len(waiting) - len(still), tokens)
+                    waiting = still
         finally:
             self._forget(readers)
 
-    def _open(self, prompt: Prompt, params: SamplingParams) -> list["_Reader"]:
+    def _open(self, prompt: Prompt, params: SamplingParams, priority: int, salt: str) -> list["_Reader"]:
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need text, but the model directory has no tokenizer: use stop_token_ids")
         ids = self._tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
-        return [_Reader(stream, self.tokenizer) for stream in self.engine.open_stream(ids, params)]
+        streams = self.engine.open_streams(ids, params, priority=priority, salt=salt)
+        return [_Reader(stream, self.tokenizer) for stream in streams]
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -206,7 +227,10 @@ class LLM:
         return self.tokenizer
 
     def _start(self, readers: list["_Reader"]) -> None:
+        if self._closed:
+            raise EngineError("this LLM is closed; make a new one")
         for reader in readers:
+            reader.stream.request.arrival = self.engine.loop.clock()
             self._readers[reader.stream.request.id] = reader
             self.engine.loop.add(reader.stream)
 
@@ -216,8 +240,15 @@ class LLM:
             self.engine.loop.abort(reader.stream)
             self._readers.pop(reader.stream.request.id, None)
 
-    def _pump(self) -> list[TokenEvent]:
-        """One step; its events go to their readers."""
+    def _pump(self, waiting: list["_Reader"]) -> int:
+        """One step; its events go to their readers, whoever they are. Returns the number of tokens it brought.
+
+        Raises where nothing can come any more for one of those that wait: a step failed, or the LLM was closed.
+        """
+        for reader in waiting:
+            if reader.stream.request.finish_reason in ("error", "abort"):
+                why = "this LLM was closed" if self._closed else "a step failed or was interrupted while it ran"
+                raise EngineError(f"request {reader.stream.request.id} did not finish: {why}")
         events = self.engine.loop.step()
         for event in events:
             reader = self._readers[event.stream.request.id]
@@ -226,7 +257,7 @@ class LLM:
                 self.engine.loop.abort(event.stream, "stop")
             if reader.done:
                 reader.completion.metrics = _metrics(event.stream)
-        return events
+        return sum(event.token is not None for event in events)
 
 
 class _Reader:
@@ -279,17 +310,20 @@ def _resolve(model: str | None) -> Path:
     return resolve_model(model)
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_batch(prompts: Any) -> list[Prompt]:
+    """One prompt or several; a flat list of numbers is one prompt of token ids."""
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
+        raise RequestError(f"prompts must be text, token ids or a list of them, not {prompts!r}")
+    return [prompts] if len(prompts) and isinstance(prompts[0], numbers.Number) else list(prompts)
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError(f"sampling_params must be SamplingParams or a list of them, not {params!r}")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one for each")
     return list(params)

@@ -11,6 +11,7 @@ def batch_progress(completions: int, show: bool) -> Iterator[Advance]:
     if not show:
         yield lambda finished, tokens: None
         return
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -20,7 +21,7 @@ def batch_progress(completions: int, show: bool) -> Iterator[Advance]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[tokens]} tokens, {task.fields[rate]:.0f}/s"),
     )
-    with Progress(*columns) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:  # standard output is for results
         task = bar.add_task("", total=completions, tokens=0, rate=0.0)
 
         def advance(finished: int, tokens: int) -> None:

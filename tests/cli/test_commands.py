@@ -46,6 +46,30 @@ def test_generate_completes_a_file_line_by_line(model: Path, tmp_path: Path) -> 
     assert results[0]["metrics"]["ttft"] > 0
 
 
+def test_results_on_standard_output_are_nothing_but_lines_of_json(model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    lines = [
+        {"prompt": "one\u2028line", "max_tokens": 3, "logprobs": 2, "prompt_logprobs": 0},
+        {"prompt": "b", "stop": ["x"]},
+    ]
+    source.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
+    done = weft("generate", model, *DUMMY, "--input", source)
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads(line) for line in done.stdout.split("\n")[:-1])
+    assert len(first["completions"][0]["logprobs"]) == 3
+    assert len(first["completions"][0]["logprobs"][0]["top"]) == 2
+    assert first["prompt_logprobs"][0] is None
+    assert "stop" in second["completions"][0]
+
+
+def test_earlier_results_survive_a_bad_input(model: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": [999]}')
+    target.write_text("precious")
+    assert weft("generate", model, *DUMMY, "--input", source, "--output", target).returncode == 2
+    assert target.read_text() == "precious"
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -56,6 +80,9 @@ def test_generate_completes_a_file_line_by_line(model: Path, tmp_path: Path) -> 
         (['{"prompt": "x", "top_p": 7}'], "line 1: top_p=7 is out of range"),
         (['{"prompt": 5}'], "line 1: a prompt is text or a list of token ids, not 5"),
         (['{"messages": []}'], "line 1: messages is empty"),
+        (['{"messages": "hi"}'], "line 1: messages must be a list of objects"),
+        (['{"messages": null}'], "line 1: messages must be a list, not null"),
+        (['{"prompt": "x", "min_tokens": 100000000000}'], "line 1: min_tokens=100000000000 is out of range"),
         (['{"prompt": "x", "logit_bias": {"a": 1}}'], "line 1: logit_bias names token id 'a'"),
         ([], "has no requests in it"),
     ],
@@ -82,7 +109,7 @@ def test_a_broken_line_is_named(model: Path, tmp_path: Path, lines: list[str], m
 def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
     done = weft(*arguments)
     assert done.returncode == 2
-    assert message in done.stderr
+    assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from tests.company import BLOCK, Arrival, Case, assert_it_really_happened, cases, play
 from tests.engine.tiny import tiny_directory
 from weft.core import ChunkedPolicy, Scheduler
+from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
@@ -45,10 +46,10 @@ def open_stream(name: str, arrival: Arrival, now: float) -> Stream:
         seed=arrival.seed or 0,
         max_tokens=arrival.max_tokens,
         eos_ids=(0, 7, 13),
-        block_size=BLOCK,
+        root=root_hash(arrival.salt),
+        hashes=prompt_hashes(root_hash(arrival.salt), np.array(arrival.prompt, np.int32), BLOCK),
         arrival=now,
         priority=arrival.priority,
-        salt=arrival.salt,
     )
 
 

@@ -31,7 +31,7 @@ def tiny_directory(path: Path, **changes: Any) -> Path:
 
 def talking_directory(path: Path, **changes: Any) -> Path:
     """A tiny model that reads and writes text: its 257 tokens are the bytes and an end of text."""
-    tiny_directory(path, vocab_size=257, eos_token_id=256, **changes)
+    tiny_directory(path, **{"vocab_size": 257, "eos_token_id": 256, **changes})
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

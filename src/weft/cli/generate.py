@@ -3,8 +3,8 @@
 import argparse
 import json
 import sys
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 EPILOG = """\
 A line of --input is a JSON object with one of "prompt" (text or token ids) or "messages" (a conversation), and
 optionally any sampling parameter, such as {"prompt": "The", "max_tokens": 8, "seed": 1}. A line of the output has the
-input line's number and, for each completion, its text, token ids and finish reason, and the times of the first.
+input line's number and, for each completion, its text, token ids, finish reason and what was asked for, such as
+logprobs; and the times of the first.
 """
 
 
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 class _Job:
     line: int
     prompt: str | list[int]
-    messages: list[dict[str, Any]] | None
+    messages: Any  # None: it has a prompt
     params: SamplingParams
 
 
@@ -73,22 +74,25 @@ def _stream_prompt(llm: "LLM", prompt: str, params: SamplingParams) -> int:
 
 
 def _complete_jobs(llm: "LLM", jobs: list[_Job], arguments: argparse.Namespace) -> int:
-    with _opened(arguments.output) as out:  # before the work, so that nothing is lost to a bad path
-        prompts = [job.prompt if job.messages is None else _render(llm, job) for job in jobs]
-        try:
-            results = llm.generate(prompts, [job.params for job in jobs], progress=arguments.progress)
-        except PromptError as error:
-            raise RequestError(f"{arguments.input}, line {jobs[error.number].line}: {error.reason}") from None
+    if arguments.output is not None:
+        _opened(arguments.output, "a").close()  # a bad path is found before the work, and nothing is overwritten yet
+    try:
+        prompts = [job.prompt if job.messages is None else _render(llm, number, job) for number, job in enumerate(jobs)]
+        results = llm.generate(prompts, [job.params for job in jobs], progress=arguments.progress)
+    except PromptError as error:
+        raise RequestError(f"{arguments.input}, line {jobs[error.number].line}: {error.reason}") from None
+    out = sys.stdout if arguments.output is None else _opened(arguments.output, "w")
+    with out if out is not sys.stdout else nullcontext():
         for job, result in zip(jobs, results, strict=True):
             out.write(json.dumps(_as_json(job, result), ensure_ascii=False) + "\n")
     return 0
 
 
-def _render(llm: "LLM", job: _Job) -> list[int]:
+def _render(llm: "LLM", number: int, job: _Job) -> list[int]:
     try:
-        return llm.chat_prompt(job.messages or [])
+        return llm.chat_prompt(job.messages)
     except RequestError as error:
-        raise RequestError(f"line {job.line}: {error}") from None
+        raise PromptError(number, str(error)) from None
 
 
 def _read_jobs(path: Path, defaults: SamplingParams) -> list[_Job]:
@@ -96,7 +100,7 @@ def _read_jobs(path: Path, defaults: SamplingParams) -> list[_Job]:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"cannot read {path}: {error}") from None
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise OptionError(f"{path} has no requests in it")
     return [_read_job(path, number, line, defaults) for number, line in lines]
@@ -110,6 +114,7 @@ def _read_job(path: Path, number: int, line: str, defaults: SamplingParams) -> _
         raise RequestError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
         raise RequestError(f'{where}: a JSON object with either "prompt" or "messages" is needed')
+    keys = set(data)
     known = {field.name for field in fields(SamplingParams)}
     prompt, messages = data.pop("prompt", ""), data.pop("messages", None)
     unknown = sorted(set(data) - known)
@@ -117,6 +122,8 @@ def _read_job(path: Path, number: int, line: str, defaults: SamplingParams) -> _
         raise RequestError(
             f"{where}: unknown field {unknown[0]!r}; known: prompt, messages, {', '.join(sorted(known))}"
         )
+    if "messages" in keys and messages is None:
+        raise RequestError(f"{where}: messages must be a list, not null")
     if not isinstance(prompt, str | list):
         raise RequestError(f"{where}: a prompt is text or a list of token ids, not {prompt!r}")
     if isinstance(data.get("logit_bias"), dict):  # JSON has no numbers for keys
@@ -128,21 +135,27 @@ def _read_job(path: Path, number: int, line: str, defaults: SamplingParams) -> _
 
 
 def _as_json(job: _Job, result: "Generation") -> dict[str, Any]:
-    metrics = result.metrics
-    return {
-        "line": job.line,
-        "prompt_tokens": len(result.prompt_token_ids),
-        "completions": [
-            {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in result.completions
-        ],
-        "metrics": None if metrics is None else {f.name: getattr(metrics, f.name) for f in fields(metrics)},
-    }
+    completions = []
+    for completion in result.completions:
+        shown: dict[str, Any] = {
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "stop": completion.stop,
+        }
+        if completion.logprobs is not None:
+            shown["logprobs"] = [one._asdict() for one in completion.logprobs]
+        completions.append(shown)
+    line: dict[str, Any] = {"line": job.line, "prompt_tokens": len(result.prompt_token_ids), "completions": completions}
+    if result.prompt_logprobs is not None:
+        line["prompt_logprobs"] = [one and one._asdict() for one in result.prompt_logprobs]
+    if result.metrics is not None:
+        line["metrics"] = asdict(result.metrics)
+    return line
 
 
-def _opened(path: Path | None) -> AbstractContextManager[TextIO]:
-    if path is None:
-        return nullcontext(sys.stdout)
+def _opened(path: Path, mode: str) -> TextIO:
     try:
-        return path.open("w", encoding="utf-8")
+        return path.open(mode, encoding="utf-8")  # type: ignore[return-value]
     except OSError as error:
         raise OptionError(f"cannot write {path}: {error.strerror}") from None

@@ -1,7 +1,7 @@
 """Arguments that several commands share: the engine's and the sampling ones."""
 
 import argparse
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from weft.engine.options import EngineOptions
@@ -72,9 +72,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int |
     add("--stop", action="append", metavar="TEXT", help="end before this text (may be given several times)")
 
 
-def sampling_params(arguments: argparse.Namespace, **changes: Any) -> SamplingParams:
+def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
-    return replace(SamplingParams(**{name: getattr(arguments, name) for name in names}), **changes)
+    return SamplingParams(**{name: getattr(arguments, name) for name in names})
 
 
 def _size(text: str) -> int:
@@ -82,5 +82,5 @@ def _size(text: str) -> int:
     unit = text[len(digits) :].lower().removesuffix("b")
     try:
         return int(float(digits) * _UNITS[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes: write 4000000000, 4G or 4GiB") from None

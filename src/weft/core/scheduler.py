@@ -33,15 +33,21 @@ class Scheduler:
         self.policy = policy
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
-        self.pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(self.pool, enable_prefix_caching)
-        self.slots = Slots(max_num_seqs)
+        self.num_blocks = num_blocks
+        self.enable_prefix_caching = enable_prefix_caching
+        self._steps = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts over with nothing queued, running, in flight or cached: after a step that failed."""
+        self.pool = BlockPool(self.num_blocks)
+        self.cache = PrefixCache(self.pool, self.enable_prefix_caching)
+        self.slots = Slots(self.max_num_seqs)
         self.waiting: list[Request] = []  # sorted by age_key
         self.running: list[Request] = []  # sorted by age_key
         self._prefilling: list[Request] = []  # of those running, the ones with prompt left to plan
         self._leaving: list[Request] = []  # gave up their seat; their slot is still named by a plan
         self._draft = _Draft()
-        self._steps = 0
 
     @property
     def has_work(self) -> bool:
@@ -76,18 +82,13 @@ class Scheduler:
         for request in self.running:
             request.named = len(request.blocks)
 
-    def forget_flight(self) -> None:
-        """After a step that failed: nothing is in flight any more, and no commit will come for what was."""
-        self.slots.in_flight[:] = 0
-        self._retire_slots()
-
     def plan(self, now: float) -> StepPlan | None:
         """The next forward pass, or None where nothing can be done (idle, or all waits for a commit)."""
         draft = self._draft = _Draft()
         decodes = self._plan_decodes()
         tokens, reason = self.policy.allowance(StepLoad(decodes=len(decodes)))
         tokens -= self._plan_running_prefills(tokens)
-        self._plan_new_prefills(tokens, now)
+        self._plan_new_prefills(tokens)
         # A victim of the prefill passes may be among the decodes that were settled before.
         decodes = decodes[self.slots.decoding[decodes]]
         self._retire_slots()
@@ -171,7 +172,7 @@ class Scheduler:
                 spent += self._plan_prefill(request, tokens - spent)
         return spent
 
-    def _plan_new_prefills(self, tokens: int, now: float) -> None:
+    def _plan_new_prefills(self, tokens: int) -> None:
         """First slices of waiting requests, in order. The first that does not fit ends the pass: none is overtaken."""
         while tokens > 0 and self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
@@ -192,6 +193,7 @@ class Scheduler:
         if not self._grow(request, self._blocks_for(first + count) - len(request.blocks)):
             return 0
         self._draft.prefills.append((request, first, count))
+        self._draft.prefilled.add(request)
         slots.planned[slot] = first + count
         # Named now, so that an equal prompt in this very step shares them: executors run plans in order, and a forward
         # pass writes the keys and values of all its slices before it reads any.
@@ -221,14 +223,16 @@ class Scheduler:
         """Whether the whole uncached prompt fits beside what runs, with room for the others to grow."""
         if not self.running:
             return True
+        claimed = sum(self._blocks_for(int(self.slots.known[r.slot])) - len(r.blocks) for r in self._prefilling)
+        growth_reserve = len(self.running)  # one block each
+        free = self.pool.num_free - claimed - growth_reserve
+        if free < 1:  # at least its last block is always its own: no need to look the others up
+            return False
         hits = self.cache.match(
             request.hashes, 0, (request.known - 1) // self.block_size if request.reuse_prefix else 0
         )
         unused_hits = sum(self.pool.refs[block] == 0 for block in hits)
-        claimed = sum(self._blocks_for(int(self.slots.known[r.slot])) - len(r.blocks) for r in self._prefilling)
-        needed = self._blocks_for(request.known) - len(hits) + unused_hits
-        growth_reserve = len(self.running)  # one block each
-        return needed + claimed + growth_reserve <= self.pool.num_free
+        return self._blocks_for(request.known) - len(hits) + unused_hits <= free
 
     def _grow(self, request: Request, count: int) -> bool:
         """Gives a request `count` more blocks, preempting younger ones if it must."""
@@ -248,11 +252,10 @@ class Scheduler:
 
     def _victim(self, claimant: Request) -> Request | None:
         """The youngest running request younger than the claimant, unless this step already prefills for it."""
-        busy = {request.id for request, _, _ in self._draft.prefills}
         for request in reversed(self.running):
             if _age(request) <= _age(claimant):
                 return None
-            if request.id not in busy:
+            if request not in self._draft.prefilled:
                 return request
         return None
 
@@ -351,6 +354,7 @@ class _Draft:
 
     def __init__(self) -> None:
         self.prefills: list[tuple[Request, int, int]] = []  # request, first, count
+        self.prefilled: set[Request] = set()  # who they are for
         self.joined: list[Request] = []
         self.blocks: list[tuple[int, int, int]] = []  # slot, column, block
         self.cached_tokens = 0

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from weft.core import ChunkedPolicy, Scheduler
 from weft.engine.cpu import prepare_cpu
+from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
@@ -21,6 +23,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and must not be before prepa
 
     from weft.models import ModelConfig
 
+MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of books for each
 DEFAULT_MODEL = Path(__file__).parent.parent / "default_model"
 
 
@@ -36,8 +39,8 @@ class Engine:
         self._numbers = itertools.count()
 
     @classmethod
-    def build(cls, options: EngineOptions, path: Path) -> "Engine":
-        """Loads the model in `path` and sizes its KV cache."""
+    def build(cls, options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = ()) -> "Engine":
+        """Loads the model in `path` and sizes its KV cache. `eos_ids` end a text beside those that the config names."""
         prepare_cpu()
         from weft.engine.torch_executor import TorchExecutor
         from weft.kv import KVPool
@@ -54,7 +57,7 @@ class Engine:
         model = load_model(
             path, config, dtype=dtype, device=device, max_model_len=longest, load_format=options.load_format
         )
-        num_blocks = _num_blocks(options, config, dtype, device, longest)
+        num_blocks = _num_blocks(options, config, dtype, device)
         max_model_len = _fit_context(options, longest, num_blocks)
         kv = KVPool(
             num_layers=config.num_layers,
@@ -83,12 +86,12 @@ class Engine:
         return cls(
             Loop(scheduler, executor),
             vocab_size=config.vocab_size,
-            eos_ids=config.eos_token_ids,
+            eos_ids=(*config.eos_token_ids, *eos_ids),
             max_model_len=max_model_len,
             seed=options.seed,
         )
 
-    def open_stream(
+    def open_streams(
         self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, salt: str = ""
     ) -> list[Stream]:
         """Checks a request and makes its `params.n` streams. Nothing runs before `loop.add`."""
@@ -97,19 +100,22 @@ class Engine:
         room = self.max_model_len - len(tokens)
         number = next(self._numbers)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        arrival = self.loop.clock()
+        root = root_hash(salt)
+        hashes = prompt_hashes(root, tokens, self.loop.scheduler.block_size)
+        # Only the first describes the prompt; the others are free to take it from the prefix cache.
+        silent = replace(params, prompt_logprobs=None)
         return [
             Stream.open(
                 f"{number:08d}-{index}",
                 tokens,
-                params,
+                silent if index else params,
                 seed=seed + index * 0x9E3779B97F4A7C15,  # unrelated noise for each of the n
                 max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
                 eos_ids=self.eos_ids,
-                block_size=self.loop.scheduler.block_size,
-                arrival=arrival,
+                root=root,
+                hashes=list(hashes),
+                arrival=self.loop.clock(),
                 priority=priority,
-                salt=salt,
             )
             for index in range(params.n)
         ]
@@ -156,16 +162,18 @@ def _device(name: str) -> "torch.device":
     return device
 
 
-def _num_blocks(
-    options: EngineOptions, config: "ModelConfig", dtype: "torch.dtype", device: "torch.device", max_model_len: int
-) -> int:
-    """Blocks that the given memory holds; never more than all seats could fill."""
+def _num_blocks(options: EngineOptions, config: "ModelConfig", dtype: "torch.dtype", device: "torch.device") -> int:
+    """Blocks that the memory for the KV cache holds."""
     from weft.kv import block_bytes
 
     each = block_bytes(config.num_layers, options.block_size, config.num_kv_heads, config.head_dim, dtype)
     memory = options.kv_cache_memory_bytes or _free_memory(options, device)
-    useful = options.max_num_seqs * -(-max_model_len // options.block_size)
-    return max(1, min(memory // each, useful))
+    if memory < each:
+        raise OptionError(
+            f"the KV cache has {memory} bytes, but one block of {options.block_size} tokens takes {each}: "
+            "raise kv_cache_memory_bytes (or gpu_memory_utilization)"
+        )
+    return min(memory // each, MAX_BLOCKS)
 
 
 def _free_memory(options: EngineOptions, device: "torch.device") -> int:
@@ -189,15 +197,10 @@ def _available_memory() -> int:
 
 def _fit_context(options: EngineOptions, longest: int, num_blocks: int) -> int:
     """The context that the KV cache can hold for one request; an explicit wish that does not fit is an error."""
-    # The last token is sampled, never stored.
-    room = num_blocks * options.block_size + 1
+    room = num_blocks * options.block_size + 1  # the last token is sampled, never stored
     if options.max_model_len is not None and room < options.max_model_len:
         raise OptionError(
             f"the KV cache holds {room - 1} tokens, less than one request of max_model_len={options.max_model_len}: "
             "raise kv_cache_memory_bytes (or gpu_memory_utilization) or lower max_model_len"
-        )
-    if room < 2 * options.block_size:
-        raise OptionError(
-            f"the KV cache holds only {room - 1} tokens: raise kv_cache_memory_bytes (or gpu_memory_utilization)"
         )
     return min(longest, room)

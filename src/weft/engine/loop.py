@@ -17,7 +17,7 @@ class TokenEvent(NamedTuple):
     """One request's news from one step."""
 
     stream: Stream
-    token: int | None  # None: it ended without one, or only prompt logprobs came
+    token: int | None  # None: only prompt log probabilities came
     finish_reason: str | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # for the positions behind `prompt_first`
@@ -59,17 +59,18 @@ class Loop:
 
     def step(self) -> list[TokenEvent]:
         """One turn: submits the next step if there is one, then takes in the oldest that is due."""
-        plan = self.scheduler.plan(self.clock())
-        if plan is not None:
-            self._in_flight.append((plan, self.executor.submit(plan, self._inputs(plan))))
+        with self._all_or_nothing():
+            plan = self.scheduler.plan(self.clock())
+            if plan is not None:
+                self._in_flight.append((plan, self.executor.submit(plan, self._inputs(plan))))
         if len(self._in_flight) > self.depth or (plan is None and self._in_flight):
-            return self._take_in(*self._in_flight.popleft())
+            return self._take_in()
         return []
 
     def drain(self) -> None:
-        """Takes in what is in flight without planning more, so that nothing runs when it returns."""
+        """Takes in what is in flight without planning more; its events are lost, so end or abandon streams first."""
         while self._in_flight:
-            self._take_in(*self._in_flight.popleft())
+            self._take_in()
 
     def prefilled(self, stream: Stream) -> int:
         """Tokens of a stream whose keys and values are computed, for progress displays."""
@@ -83,18 +84,21 @@ class Loop:
         setups = [_setup(self.streams[request.id]) for request in plan.joined]
         return StepInputs(np.concatenate(values) if values else np.empty(0, np.int32), setups)
 
-    def _take_in(self, plan: StepPlan, pending: PendingStep) -> list[TokenEvent]:
+    def _take_in(self) -> list[TokenEvent]:
+        plan, pending = self._in_flight[0]
         try:
-            result = pending.result()
+            result = pending.result()  # an interrupt while waiting here loses nothing: the step stays in flight
         except Exception:
             self._fail()
             raise
-        outcome = Outcome()
-        events = list(self._events(plan, result, outcome))
-        self._hash_filled(plan, outcome)
-        self.on_record(self.scheduler.commit(plan, outcome, result.started, result.finished))
-        for request, _ in outcome.finished:
-            del self.streams[request.id]
+        with self._all_or_nothing():
+            self._in_flight.popleft()
+            outcome = Outcome()
+            events = list(self._events(plan, result, outcome))
+            self._hash_filled(plan, outcome)
+            self.on_record(self.scheduler.commit(plan, outcome, result.started, result.finished))
+            for request, _ in outcome.finished:
+                del self.streams[request.id]
         return events
 
     def _events(self, plan: StepPlan, result: StepResult, outcome: Outcome) -> Iterator[TokenEvent]:
@@ -129,15 +133,25 @@ class Loop:
             if self.streams[request.id].hash_full_blocks(int(end[row]), size):
                 outcome.filled.append(request)
 
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Books that were interrupted half-way (by an error or by Ctrl-C) are not to be trusted."""
+        try:
+            yield
+        except BaseException:
+            self._fail()
+            raise
+
     def _fail(self) -> None:
-        """A step raised: its blocks hold nothing to rely on. Ends every stream; the loop itself can go on."""
+        """Ends every stream with "error" and starts the books over; what a failed step left in blocks is forgotten."""
         while self._in_flight:
             with contextlib.suppress(Exception):
                 self._in_flight.popleft()[1].result()
-        for stream in list(self.streams.values()):
-            self.abort(stream, "error")
-        self.scheduler.clear_cache()
-        self.scheduler.forget_flight()
+        for stream in self.streams.values():
+            request = stream.request
+            request.state, request.finish_reason, request.finished = State.FINISHED, "error", self.clock()
+        self.streams.clear()
+        self.scheduler.reset()
 
 
 def _setup(stream: Stream) -> SlotSetup:

@@ -1,7 +1,7 @@
 """EngineOptions: what the owner of an engine may choose. Names are vLLM's where the meaning is the same."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from weft.errors import OptionError
 
@@ -32,10 +32,22 @@ class EngineOptions:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 "every running request needs a token in each step"
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise OptionError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise OptionError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")
         if self.load_format not in ("auto", "dummy"):
             raise OptionError(f"load_format={self.load_format!r} is unknown: choose auto or dummy")
+
+    @classmethod
+    def of(cls, **options: Any) -> "EngineOptions":
+        """Options by name; one that does not exist is an OptionError."""
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise OptionError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
+        return cls(**options)
 
     def _at_least_one(self, name: str) -> None:
         value = getattr(self, name)

@@ -1,17 +1,17 @@
 """SamplingParams: what a caller may ask of one request. Names and defaults are vLLM's where the meaning is the same."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.errors import RequestError
 
 MAX_LOGPROBS = 20  # alternatives reported per position
+MAX_COUNT = 2**31 - 1  # of tokens and the like: more than any context, and it fits the arrays
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    temperature: float = 1.0  # 0: the most likely token, always
+    temperature: float = 1.0  # 0 (or below 1e-5): the most likely token, always
     top_k: int = 0  # keep the k most likely tokens; 0 or -1: all
     top_p: float = 1.0  # keep the smallest set of tokens that holds this much probability
     min_p: float = 0.0  # keep tokens at least this likely, relative to the most likely one
@@ -32,17 +32,17 @@ class SamplingParams:
     n: int = 1  # independent completions of one prompt
 
     def __post_init__(self) -> None:
-        _within("temperature", self.temperature, 0, math.inf)
-        _whole("top_k", self.top_k, -1, math.inf)
+        _within("temperature", self.temperature, 0, 100)
+        _whole("top_k", self.top_k, -1, MAX_COUNT)
         _within("top_p", self.top_p, 0, 1, open_low=True)
         _within("min_p", self.min_p, 0, 1)
-        _within("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True)
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _within("frequency_penalty", self.frequency_penalty, -2, 2)
         _within("presence_penalty", self.presence_penalty, -2, 2)
-        _whole("min_tokens", self.min_tokens, 0, math.inf)
+        _whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
         _whole("n", self.n, 1, 128)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, math.inf)
+            _whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
@@ -60,6 +60,9 @@ class SamplingParams:
                 raise RequestError(f"{name}={value!r} must be {' or '.join(kind.__name__ for kind in kinds)}")
         if any(not isinstance(stop, str) or not stop for stop in self.stop_strings):
             raise RequestError(f"stop={self.stop!r}: a stop string must be non-empty text")
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
         for token, bias in (self.logit_bias or {}).items():
             _within(f"logit_bias[{token}]", bias, -100, 100)
 
@@ -83,12 +86,12 @@ class SamplingParams:
 
 def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    if not good or math.isinf(value) or (open_low and value == low):
-        bounds = f"{'above' if open_low else 'at least'} {low}" + ("" if math.isinf(high) else f" and at most {high}")
-        raise RequestError(f"{name}={value!r} is out of range: it must be {bounds}")
+    if not good or (open_low and value == low):
+        low_end = f"{'above' if open_low else 'at least'} {low}"
+        raise RequestError(f"{name}={value!r} is out of range: it must be {low_end} and at most {high}")
 
 
-def _whole(name: str, value: int, low: int, high: float) -> None:
+def _whole(name: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name}={value!r} must be a whole number")
     _within(name, value, low, high)

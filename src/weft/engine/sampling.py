@@ -39,8 +39,9 @@ class Sampler:
     def setup(self, setup: SlotSetup) -> None:
         """A request takes a slot, for the first time or after a preemption."""
         slot, params = setup.slot, setup.params
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = max(0, params.top_k)
+        # So small a temperature would only lead out of the range of float32.
+        self.temperature[slot] = params.temperature if params.temperature >= 1e-5 else 0.0
+        self.top_k[slot] = min(max(0, params.top_k), self.vocab_size)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.seed[slot] = np.uint64(setup.seed & (2**64 - 1))
@@ -134,8 +135,13 @@ class Sampler:
         if min_p.any():
             floor = torch.from_numpy(np.log(np.maximum(min_p, 1e-300))).to(self.device, logits.dtype)
             logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor[:, None], -torch.inf)
-        if not top_k.any() and not (top_p < 1).any():
-            return logits
+        rows = np.flatnonzero((top_k > 0) | (top_p < 1))
+        if len(rows):
+            index = torch.from_numpy(rows).to(self.device)
+            logits = logits.index_copy(0, index, self._truncate_sorted(logits[index], top_k[rows], top_p[rows]))
+        return logits
+
+    def _truncate_sorted(self, logits: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
         values, order = logits.sort(dim=-1, descending=True, stable=True)
         keep_k = torch.from_numpy(np.where(top_k > 0, top_k, self.vocab_size)).to(self.device)
         ranks = torch.arange(self.vocab_size, device=self.device)
@@ -232,7 +238,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, wanted: list[int]) -> list[TokenLo
     logprobs = torch.log_softmax(logits.float(), -1)
     chosen = logprobs.gather(-1, tokens[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
-    top = logprobs.topk(max(wanted), -1)
+    top = logprobs.topk(min(max(wanted), logprobs.shape[-1]), -1)
     columns = zip(
         tokens.tolist(),
         chosen[:, 0].tolist(),

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import Request
-from weft.engine.hashing import block_hash, prompt_hashes, root_hash
+from weft.engine.hashing import block_hash
 from weft.engine.params import SamplingParams
 
 
@@ -30,12 +30,11 @@ class Stream:
         seed: int,
         max_tokens: int,
         eos_ids: tuple[int, ...],
-        block_size: int,
+        root: bytes,
+        hashes: list[bytes],
         arrival: float,
         priority: int = 0,
-        salt: str = "",
     ) -> "Stream":
-        root = root_hash(salt)
         request = Request(
             id=request_id,
             prompt_tokens=len(prompt),
@@ -43,7 +42,7 @@ class Stream:
             arrival=arrival,
             priority=priority,
             reuse_prefix=params.prompt_logprobs is None,
-            hashes=prompt_hashes(root, prompt, block_size),
+            hashes=hashes,
         )
         stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else eos_ids)
         return cls(request, prompt, params, seed, stop_ids, root)

@@ -59,12 +59,13 @@ class _PaddedDecodes:
         self.tables = tables[self.rows, :blocks]
         self._position = torch.from_numpy(positions).to(device)[:, None]
         self._key_position = torch.arange(blocks * block_size, device=device)[None]
+        self._foreign = (self._key_position > self._position)[:, :, None, None]  # padding: others' keys, or nobody's
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, kv: KVPool, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
         if window not in self._masks:
             self._masks[window] = _visible(self._position, self._key_position, window)[:, None, None]
-        k, v = kv.gather(layer, self.tables)
+        k, v = (x.masked_fill_(self._foreign, 0) for x in kv.gather(layer, self.tables))
         out = F.scaled_dot_product_attention(
             q[:, :, None],
             k.transpose(1, 2),

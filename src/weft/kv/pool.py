@@ -1,8 +1,5 @@
 """KVPool: the tensors behind the block ids on one device."""
 
-import math
-
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +21,10 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        self.k = [_zeros(shape, dtype, device) for _ in range(num_layers)]
-        self.v = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        # Left as it comes: on a CPU, pages cost nothing before they are used. Backends must not let what nobody wrote,
+        # or what an earlier owner left, reach a result: 0 times NaN is NaN.
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores one token's k and v per place; a place is block * block_size + offset."""
@@ -42,11 +41,3 @@ class KVPool:
 def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """What one block costs over all layers."""
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not empty: masked positions are multiplied by 0, and 0 times a stray NaN is NaN."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy takes zeroed pages from the system, which costs nothing before they are used; torch writes them all.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
