@@ -25,9 +25,9 @@ CPU = torch.device("cpu")
 WISHES: dict[int | None, SamplingParams] = {
     None: SamplingParams(temperature=0),
     0: SamplingParams(seed=0),
-    1: SamplingParams(seed=1, temperature=0.8, top_p=0.9, min_p=0.02),
+    1: SamplingParams(seed=1, temperature=0.8, top_p=0.9, min_p=0.02, logprobs=2),
     2: SamplingParams(seed=2, top_k=9, repetition_penalty=1.3, logit_bias={5: 2.0}),
-    3: SamplingParams(seed=3, frequency_penalty=0.7, presence_penalty=0.4, min_tokens=3),
+    3: SamplingParams(seed=3, frequency_penalty=0.7, presence_penalty=0.4, min_tokens=3, prompt_logprobs=1),
 }
 
 
