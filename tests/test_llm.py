@@ -381,6 +381,16 @@ def test_the_tokenizer_s_end_of_text_counts_where_the_config_names_none(tmp_path
         assert generate(quiet, "a", logit_bias={256: 100}, max_tokens=5).token_ids == [256]
 
 
+def test_a_model_s_own_recommendation_is_the_default(tmp_path: Path) -> None:
+    path = talking_directory(tmp_path)
+    (path / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 7, "do_sample": true}')
+    with LLM(path, load_format="dummy") as advised:
+        assert advised.default_params == SamplingParams(temperature=0.25, top_k=7)
+    (path / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(weft.ModelError, match=r"generation_config\.json: top_p=7 is out of range"):
+        LLM(path, load_format="dummy")
+
+
 def test_a_cache_is_shared_only_within_a_salt(llm: LLM) -> None:
     def cached(salt: str) -> int:
         (result,) = llm.generate("y" * 60, LONG_ENOUGH, progress=False, cache_salt=salt)

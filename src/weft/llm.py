@@ -12,11 +12,11 @@ from weft.engine.loop import TokenEvent
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
-from weft.errors import EngineError, PromptError, RequestError
+from weft.errors import EngineError, ModelError, PromptError, RequestError
 from weft.progress import batch_progress
 from weft.text.chat import ChatTemplate
 from weft.text.output import TextStream
-from weft.text.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer, read_json
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -100,6 +100,7 @@ class LLM:
         self.path = _resolve(self.options.model)
         self.tokenizer = Tokenizer.load(self.path)
         self.chat_template = ChatTemplate.load(self.path)
+        self.default_params = _recommended(self.path)
         eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
         self.engine = Engine.build(self.options, self.path, () if eos is None else (eos,))
         self._readers: dict[str, _Reader] = {}
@@ -116,10 +117,11 @@ class LLM:
     ) -> list[Generation]:
         """Completes every prompt (text or token ids), in the order given. Shows a progress bar unless told not to.
 
+        Without `sampling_params`, the model's own recommendation is taken (`default_params`).
         A lower `priority` goes first. Prompts share cached prefixes only with prompts of the same `cache_salt`.
         """
         batch = _as_batch(prompts)
-        params = _as_params(sampling_params, len(batch))
+        params = _as_params(self.default_params if sampling_params is None else sampling_params, len(batch))
         groups = []
         for number, (prompt, wishes) in enumerate(zip(batch, params, strict=True)):
             try:
@@ -163,7 +165,7 @@ class LLM:
         cache_salt: str = "",
     ) -> Iterator[Delta]:
         """Completes one prompt, piece by piece. It starts with the first piece asked for; closing it ends it."""
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.default_params
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one completion; open several, or use generate")
         (reader,) = self._open(prompt, params, priority, cache_salt)
@@ -319,9 +321,22 @@ def _as_batch(prompts: Any) -> list[Prompt]:
     return [prompts] if len(prompts) and isinstance(prompts[0], numbers.Number) else list(prompts)
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def _recommended(path: Path) -> SamplingParams:
+    """What generation_config.json says a model is best sampled with; the rest is SamplingParams' defaults."""
+    file = path / "generation_config.json"
+    said = read_json(file) if file.is_file() else {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    if said.get("do_sample") is False:  # its other numbers are left-overs then
+        return SamplingParams()
+    try:
+        return SamplingParams(**{name: said[name] for name in names if said.get(name) is not None})
+    except RequestError as error:
+        raise ModelError(f"{file}: {error}") from None
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
         raise RequestError(f"sampling_params must be SamplingParams or a list of them, not {params!r}")
     if len(params) != count:

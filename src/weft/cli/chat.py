@@ -24,21 +24,21 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     parser.add_argument("--system", metavar="TEXT", help="system message to begin with")
     parser.add_argument("--no-stats", dest="stats", action="store_false", help="no line of times after an answer")
     add_engine_arguments(parser)
-    add_sampling_arguments(parser, max_tokens=512, temperature=0.7)
+    add_sampling_arguments(parser, max_tokens=512)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from weft.llm import LLM
 
-    params = sampling_params(arguments)
+    sampling_params(arguments)  # refuses nonsense before the model is loaded
     print("loading the model ...", end="\r", file=sys.stderr, flush=True)
     llm = LLM(**engine_options(arguments))
     if not llm.chat_template:
         raise ModelError(f"{llm.path} has no chat template: use `weft generate`, or a model that was made for chat")
     name = arguments.model or "the small model that ships with weft (old stories, coffee orders)"
     print(f"weft chat: {name}. {EPILOG}", file=sys.stderr)
-    _converse(llm, arguments, params)
+    _converse(llm, arguments, sampling_params(arguments, llm.default_params))
     return 0
 
 

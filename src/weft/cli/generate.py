@@ -39,7 +39,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     add_engine_arguments(parser)
-    add_sampling_arguments(parser, max_tokens=256, temperature=1.0)
+    add_sampling_arguments(parser, max_tokens=256)
     parser.set_defaults(run=run)
 
 
@@ -48,12 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.prompt is not None and arguments.output is not None:
         raise OptionError("--output goes with --input; a single --prompt is written to standard output")
-    params = sampling_params(arguments)
-    jobs = None if arguments.input is None else _read_jobs(arguments.input, params)
+    given = sampling_params(arguments)  # what is wrong is said before the model is loaded
+    jobs = None if arguments.input is None else _read_jobs(arguments.input, given)
     llm = LLM(**engine_options(arguments))
+    params = sampling_params(arguments, llm.default_params)
     if jobs is None:
         return _stream_prompt(llm, arguments.prompt, params)
-    return _complete_jobs(llm, jobs, arguments)
+    return _complete_jobs(llm, jobs, params, arguments)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class _Job:
     line: int
     prompt: str | list[int]
     messages: Any  # None: it has a prompt
-    params: SamplingParams
+    wishes: dict[str, Any]  # sampling parameters of its own
 
 
 def _stream_prompt(llm: "LLM", prompt: str, params: SamplingParams) -> int:
@@ -73,12 +74,13 @@ def _stream_prompt(llm: "LLM", prompt: str, params: SamplingParams) -> int:
     return 0
 
 
-def _complete_jobs(llm: "LLM", jobs: list[_Job], arguments: argparse.Namespace) -> int:
+def _complete_jobs(llm: "LLM", jobs: list[_Job], params: SamplingParams, arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         _opened(arguments.output, "a").close()  # a bad path is found before the work, and nothing is overwritten yet
     try:
         prompts = [job.prompt if job.messages is None else _render(llm, number, job) for number, job in enumerate(jobs)]
-        results = llm.generate(prompts, [job.params for job in jobs], progress=arguments.progress)
+        wishes = [replace(params, **job.wishes) for job in jobs]
+        results = llm.generate(prompts, wishes, progress=arguments.progress)
     except PromptError as error:
         raise RequestError(f"{arguments.input}, line {jobs[error.number].line}: {error.reason}") from None
     out = sys.stdout if arguments.output is None else _opened(arguments.output, "w")
@@ -129,9 +131,10 @@ def _read_job(path: Path, number: int, line: str, defaults: SamplingParams) -> _
     if isinstance(data.get("logit_bias"), dict):  # JSON has no numbers for keys
         data["logit_bias"] = {int(t) if t.isdecimal() else t: bias for t, bias in data["logit_bias"].items()}
     try:
-        return _Job(number, prompt, messages, replace(defaults, **data))
+        replace(defaults, **data)
     except (RequestError, TypeError) as error:
         raise RequestError(f"{where}: {error}") from None
+    return _Job(number, prompt, messages, data)
 
 
 def _as_json(job: _Job, result: "Generation") -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Arguments that several commands share: the engine's and the sampling ones."""
 
 import argparse
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from weft.engine.options import EngineOptions
@@ -52,29 +52,24 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {field.name: getattr(arguments, field.name) for field in fields(EngineOptions) if field.name != "seed"}
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int | None, temperature: float) -> None:
-    group = parser.add_argument_group("sampling")
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    group = parser.add_argument_group("sampling", "What is not given is the model's own recommendation, if it has one.")
     add = group.add_argument
-    limit = "what the context allows" if max_tokens is None else str(max_tokens)
-    add("--max-tokens", type=int, metavar="N", default=max_tokens, help=f"most tokens to write (default: {limit})")
-    add(
-        "--temperature",
-        type=float,
-        metavar="T",
-        default=temperature,
-        help=f"0 always takes the most likely token (default: {temperature})",
-    )
-    add("--top-p", type=float, metavar="P", default=1.0, help="keep the likeliest tokens of this total probability")
-    add("--top-k", type=int, metavar="K", default=0, help="keep the K likeliest tokens (default: all)")
-    add("--min-p", type=float, metavar="P", default=0.0, help="keep tokens this likely relative to the likeliest one")
-    add("--repetition-penalty", type=float, metavar="R", default=1.0, help="above 1: discourage what was there before")
+    add("--max-tokens", type=int, metavar="N", default=max_tokens, help=f"most tokens to write (default: {max_tokens})")
+    add("--temperature", type=float, metavar="T", help="0 always takes the most likely token")
+    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens of this total probability")
+    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
+    add("--min-p", type=float, metavar="P", help="keep tokens this likely relative to the likeliest one")
+    add("--repetition-penalty", type=float, metavar="R", help="above 1: discourage what was there before")
     add("--seed", type=int, metavar="N", help="same seed, same text (default: different every time)")
     add("--stop", action="append", metavar="TEXT", help="end before this text (may be given several times)")
 
 
-def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
+    """What was given on the command line, over the defaults."""
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
-    return SamplingParams(**{name: getattr(arguments, name) for name in names})
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return replace(defaults or SamplingParams(), **given)
 
 
 def _size(text: str) -> int:

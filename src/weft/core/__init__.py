@@ -1,25 +1,29 @@
 """The pure heart: what every request does in every step. No tensors, no clock, no I/O, no token values."""
 
 from weft.core.blocks import BlockPool
-from weft.core.policies import Allowance, ChunkedPolicy, Policy, StepLoad
+from weft.core.cost import Coefficients, CostModel, StepShape
+from weft.core.policies import ChunkedPolicy, MonolithicPolicy, Policy, SloPolicy
 from weft.core.prefix import PrefixCache
 from weft.core.request import Request, State
 from weft.core.scheduler import Scheduler
 from weft.core.step import BlockUpdates, Outcome, Slice, StepPlan, StepRecord
 
 __all__ = [
-    "Allowance",
     "BlockPool",
     "BlockUpdates",
     "ChunkedPolicy",
+    "Coefficients",
+    "CostModel",
+    "MonolithicPolicy",
     "Outcome",
     "Policy",
     "PrefixCache",
     "Request",
     "Scheduler",
     "Slice",
+    "SloPolicy",
     "State",
-    "StepLoad",
     "StepPlan",
     "StepRecord",
+    "StepShape",
 ]

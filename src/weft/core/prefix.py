@@ -1,6 +1,6 @@
 """PrefixCache: which block holds the content with which hash. It names blocks; the pool owns them."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from weft.core.blocks import BlockPool
 
@@ -14,14 +14,14 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
         self.enabled = enabled
         self._pool = pool
-        self._block_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[Hashable, int] = {}
+        self._hash_of: dict[int, Hashable] = {}
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def match(self, hashes: Sequence[bytes], start: int, stop: int) -> list[int]:
+    def match(self, hashes: Sequence[Hashable], start: int, stop: int) -> list[int]:
         """Blocks for hashes[start:stop], up to the first that is missing. No reference is taken."""
         found: list[int] = []
         for index in range(start, min(stop, len(hashes))):
@@ -31,7 +31,7 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def insert(self, digest: bytes, block: int) -> None:
+    def insert(self, digest: Hashable, block: int) -> None:
         """Names a block. The first block with a content keeps the name: others hold equal content and stay nameless."""
         if self.enabled and digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block

@@ -1,6 +1,8 @@
 """A request as the scheduler sees it: counts, hashes and times, never token values."""
 
 import enum
+import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 
@@ -19,8 +21,12 @@ class Request:
     max_tokens: int  # most tokens to sample
     arrival: float = 0.0  # seconds, on the clock of `Scheduler.plan(now)`
     priority: int = 0  # lower goes first
+    tenant: str = ""  # who it is for; tenants share by tokens
+    batch: bool = False  # makes no promise and fills the slack behind everybody else
+    ttft_target: float = math.inf  # seconds from arrival to the first token
+    gap_target: float = math.inf  # seconds between tokens
     reuse_prefix: bool = True  # False: compute every token, even where the cache has it (prompt logprobs)
-    hashes: list[bytes] = field(default_factory=list)  # chained, one per full block of tokens whose values are known
+    hashes: list[Hashable] = field(default_factory=list)  # chained, one per full block of tokens with known values
 
     state: State = State.WAITING
     finish_reason: str | None = None
@@ -43,6 +49,11 @@ class Request:
     def limit(self) -> int:
         """Tokens it has when it has all: prompt and the most that may be sampled."""
         return self.prompt_tokens + self.max_tokens
+
+    @property
+    def due(self) -> float:
+        """When its first token is promised."""
+        return self.arrival + self.ttft_target
 
     @property
     def age_key(self) -> tuple[int, float, str]:

@@ -1,21 +1,25 @@
-"""The scheduler: three passes make a plan (decodes, running prefills, new prefills), one commit takes it back in.
+"""The scheduler: two passes make a plan (decodes, then prefills as the policy ranks them), one commit takes it back in.
 
 It is a pure function of what it is told. The loop calls `plan`, hands the plan to an executor, and calls `commit` with
 what came of it, in the same order; when a plan is made, at most one earlier one is uncommitted.
 """
 
+import math
 from bisect import insort
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.blocks import BlockPool
-from weft.core.policies import Policy, StepLoad
+from weft.core.cost import StepShape, slice_pairs
+from weft.core.policies import Budget, Policy, StepLoad
 from weft.core.prefix import PrefixCache
 from weft.core.request import Request, State
 from weft.core.slots import Slots
 from weft.core.step import BlockUpdates, Outcome, StepPlan, StepRecord
 from weft.errors import RequestError
+
+NO_SLOTS: NDArray[np.int64] = np.empty(0, np.int64)
 
 
 class Scheduler:
@@ -43,7 +47,7 @@ class Scheduler:
         self.pool = BlockPool(self.num_blocks)
         self.cache = PrefixCache(self.pool, self.enable_prefix_caching)
         self.slots = Slots(self.max_num_seqs)
-        self.waiting: list[Request] = []  # sorted by age_key
+        self.waiting: list[Request] = []  # in the policy's order
         self.running: list[Request] = []  # sorted by age_key
         self._prefilling: list[Request] = []  # of those running, the ones with prompt left to plan
         self._leaving: list[Request] = []  # gave up their seat; their slot is still named by a plan
@@ -64,7 +68,7 @@ class Scheduler:
                 f"the request may grow to {request.limit} tokens, but the KV cache holds "
                 f"{self.pool.num_blocks * self.block_size}: lower max_tokens, shorten the prompt or enlarge the cache"
             )
-        insort(self.waiting, request, key=_age)
+        self._queue(request)
 
     def abort(self, request: Request, reason: str = "abort", now: float | None = None) -> None:
         """Ends a request at any moment. What a step in flight still computes for it is thrown away."""
@@ -85,16 +89,18 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next forward pass, or None where nothing can be done (idle, or all waits for a commit)."""
         draft = self._draft = _Draft()
-        decodes = self._plan_decodes()
-        tokens, reason = self.policy.allowance(StepLoad(decodes=len(decodes)))
-        tokens -= self._plan_running_prefills(tokens)
-        self._plan_new_prefills(tokens)
-        # A victim of the prefill passes may be among the decodes that were settled before.
+        decodes = NO_SLOTS if self.policy.prefills_first else self._plan_decodes()
+        load = self._load(decodes, now)
+        budget = self.policy.budget(load)
+        self._plan_prefills(budget, load)
+        if self.policy.prefills_first and not draft.prefills:
+            decodes = self._plan_decodes()
+        # A victim of the prefills may be among the decodes that were settled before.
         decodes = decodes[self.slots.decoding[decodes]]
         self._retire_slots()
         if not len(decodes) and not draft.prefills:
             return None
-        return self._seal(decodes, reason)
+        return self._seal(decodes, budget.reason)
 
     def commit(self, plan: StepPlan, outcome: Outcome, started: float, finished: float) -> StepRecord:
         """Takes a step's outcome in: progress, finishes, blocks that became full."""
@@ -113,6 +119,7 @@ class Scheduler:
                 self._unseat(request)
             self._end(request, finish_reason, finished)
         self._retire_slots()
+        self.policy.observe(plan.predicted, finished - started)
         return StepRecord(
             number=plan.number,
             started=started,
@@ -144,11 +151,11 @@ class Scheduler:
         assert all(not request.blocks for request in [*self.waiting, *self._leaving]), "a seatless request holds blocks"
         taken = len(self.running) + len(self._leaving)
         assert self.slots.num_free == self.slots.size - taken, "a slot is neither free nor taken"
-        for queue in (self.running, self.waiting, self._prefilling):
-            assert sorted(queue, key=_age) == queue, "a queue is out of order"
+        assert sorted(self.running, key=_age) == self.running, "the running are out of order"
+        assert sorted(self.waiting, key=self.policy.rank) == self.waiting, "the queue is out of order"
         assert len(self.running) <= self.max_num_seqs, "more run than there are seats"
 
-    # The three passes
+    # The passes
 
     def _plan_decodes(self) -> NDArray[np.int64]:
         """Slots of every request that can decode; blocks for those that need one, the oldest first."""
@@ -162,36 +169,59 @@ class Scheduler:
                 self._preempt(request)  # the youngest of all makes room for its elders
         return ready[slots.decoding[ready]]
 
-    def _plan_running_prefills(self, tokens: int) -> int:
-        """Next slices of prefills under way, oldest first; returns the tokens spent."""
-        spent = 0
-        for request in list(self._prefilling):
-            if spent == tokens:
-                break
-            if request.state is State.RUNNING:  # else: became a victim on the way
-                spent += self._plan_prefill(request, tokens - spent)
-        return spent
+    def _plan_prefills(self, budget: Budget, load: StepLoad) -> None:
+        """Slices of prefills under way and of waiting requests, in the policy's order, until the budget is spent.
 
-    def _plan_new_prefills(self, tokens: int) -> None:
-        """First slices of waiting requests, in order. The first that does not fit ends the pass: none is overtaken."""
-        while tokens > 0 and self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.slot >= 0 or not self.slots.num_free or not self._fits(request):
-                break
-            self.waiting.pop(0)
-            self._seat(request)
-            tokens -= self._plan_prefill(request, tokens)
+        A waiting request that does not fit ends the admission of others: none is overtaken for being large.
+        """
+        rank, running_rank = self.policy.rank, self.policy.running_rank
+        started = sorted(self._prefilling, key=running_rank)
+        admitting = True
+        while started or (admitting and self.waiting):
+            newcomer = self.waiting[0] if admitting and self.waiting else None
+            if newcomer is None or (started and running_rank(started[0]) <= rank(newcomer)):
+                request = started.pop(0)
+                if request.state is not State.RUNNING:
+                    continue  # became a victim on the way
+            else:
+                if budget.room(0, 1) < 1 or not self._admit(newcomer, load):
+                    admitting = False
+                    continue
+                request = newcomer
+            if not self._plan_prefill(request, budget):
+                return
+
+    def _admit(self, request: Request, load: StepLoad) -> bool:
+        """Seats a waiting request if there is a seat, room for its whole prompt, and a decode step that can take it."""
+        if request.slot >= 0 or len(self.running) >= self.max_num_seqs or not self.slots.num_free:
+            return False
+        if not self._fits(request) or not self._joins(request, load):
+            return False
+        self.waiting.pop(0)
+        self._seat(request)
+        return True
+
+    def _joins(self, request: Request, load: StepLoad) -> bool:
+        """Whether the decode step with all prefills under way and this one in it still keeps every promise."""
+        if not self.running:
+            return True
+        prefills = [*self._prefilling, request]
+        decodes = load.shape.decodes + len(prefills)
+        context = load.shape.context + sum(r.known for r in prefills)
+        gap = min(load.gap, min(r.gap_target for r in prefills))
+        return self.policy.may_join(request, StepShape(decodes, 0.0, 0, decodes, context), gap)
 
     # Parts of the passes
 
-    def _plan_prefill(self, request: Request, tokens: int) -> int:
-        """The request's next slice of at most `tokens`; returns its length, 0 where no block could be had."""
+    def _plan_prefill(self, request: Request, budget: Budget) -> int:
+        """The request's next slice; returns its length, 0 where the budget is spent or no block could be had."""
         slots, slot = self.slots, request.slot
         self._take_cached(request)
         first, known = int(slots.planned[slot]), int(slots.known[slot])
-        count = min(tokens, known - first)
-        if not self._grow(request, self._blocks_for(first + count) - len(request.blocks)):
+        count = budget.room(first, known - first)
+        if count < 1 or not self._grow(request, self._blocks_for(first + count) - len(request.blocks)):
             return 0
+        budget.take(first, count)
         self._draft.prefills.append((request, first, count))
         self._draft.prefilled.add(request)
         slots.planned[slot] = first + count
@@ -199,6 +229,12 @@ class Scheduler:
         # pass writes the keys and values of all its slices before it reads any.
         self._name_blocks(request, (first + count) // self.block_size)
         return count
+
+    def _load(self, decodes: NDArray[np.int64], now: float) -> StepLoad:
+        count = len(decodes)
+        context = int(self.slots.planned[decodes].sum()) + count
+        gap = float(self.slots.gap_target[decodes].min()) if count else math.inf
+        return StepLoad(now, StepShape(count, 0.0, 0, count, context), gap)
 
     def _take_cached(self, request: Request) -> None:
         """Appends the blocks that others have computed (or have planned to) since the last look."""
@@ -259,6 +295,9 @@ class Scheduler:
                 return request
         return None
 
+    def _queue(self, request: Request) -> None:
+        insort(self.waiting, request, key=self.policy.rank)
+
     def _preempt(self, request: Request) -> None:
         """Takes seat and blocks away; the request queues again with all tokens it knows, to be computed anew."""
         slot = request.slot
@@ -268,13 +307,13 @@ class Scheduler:
         self._draft.preemptions += 1
         self._unseat(request)
         request.state = State.WAITING
-        insort(self.waiting, request, key=_age)
+        self._queue(request)
 
     def _seat(self, request: Request) -> None:
         self.slots.take(request)
         request.state = State.RUNNING
         insort(self.running, request, key=_age)
-        insort(self._prefilling, request, key=_age)
+        self._prefilling.append(request)
         self._draft.joined.append(request)
 
     def _unseat(self, request: Request) -> None:
@@ -324,6 +363,13 @@ class Scheduler:
                 slots.decoding[request.slot] = True
                 self._prefilling.remove(request)
         self._steps += 1
+        shape = StepShape(
+            tokens=len(decodes) + sum(count for *_, count in prefills),
+            pairs=sum(slice_pairs(first, count) for _, first, count in prefills),
+            slices=len(prefills),
+            decodes=len(decodes),
+            context=int(slots.planned[decodes].sum()),
+        )
         return StepPlan(
             number=self._steps,
             requests=[self._occupant(slot) for slot in rows.tolist()],
@@ -333,11 +379,13 @@ class Scheduler:
             samples=samples,
             last=samples & (slots.known[rows] >= slots.limit[rows]),
             num_decodes=len(decodes),
+            shape=shape,
             joined=draft.joined,
             new_blocks=BlockUpdates(*np.array(draft.blocks, np.int64).reshape(-1, 3).T),
             cached_tokens=draft.cached_tokens,
             preemptions=draft.preemptions,
             reason=reason,
+            predicted=self.policy.predict(shape),
         )
 
     def _occupant(self, slot: int) -> Request:

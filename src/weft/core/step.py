@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.cost import StepShape
 from weft.core.request import Request
 
 
@@ -40,6 +41,7 @@ class StepPlan:
     samples: NDArray[np.bool_]
     last: NDArray[np.bool_]  # the token sampled here reaches the request's limit
     num_decodes: int
+    shape: StepShape  # what its time depends on
     joined: list[Request]  # took their slot with this plan
     new_blocks: BlockUpdates
     cached_tokens: int  # taken from the prefix cache instead of computed
@@ -49,7 +51,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.count.sum())
+        return self.shape.tokens
 
     def slices(self) -> Iterator[Slice]:
         for row, request in enumerate(self.requests):

@@ -113,7 +113,7 @@ class Engine:
                 max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
                 eos_ids=self.eos_ids,
                 root=root,
-                hashes=list(hashes),
+                hashes=hashes,
                 arrival=self.loop.clock(),
                 priority=priority,
             )

@@ -1,5 +1,6 @@
 """Stream: the token values and wishes behind a core Request. The loop owns it; core never sees inside."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,7 @@ class Stream:
     params: SamplingParams
     seed: int  # of this completion; never None
     stop_ids: frozenset[int]  # end the request when sampled; empty where ignored
-    root: bytes  # what its first block's hash hangs on
+    tail: bytes  # hash of its last full block with known values; the root where there is none
     output: list[int] = field(default_factory=list)
 
     @classmethod
@@ -31,7 +32,7 @@ class Stream:
         max_tokens: int,
         eos_ids: tuple[int, ...],
         root: bytes,
-        hashes: list[bytes],
+        hashes: Sequence[bytes],
         arrival: float,
         priority: int = 0,
     ) -> "Stream":
@@ -42,10 +43,10 @@ class Stream:
             arrival=arrival,
             priority=priority,
             reuse_prefix=params.prompt_logprobs is None,
-            hashes=hashes,
+            hashes=list(hashes),
         )
         stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else eos_ids)
-        return cls(request, prompt, params, seed, stop_ids, root)
+        return cls(request, prompt, params, seed, stop_ids, hashes[-1] if hashes else root)
 
     def values(self, first: int, count: int) -> NDArray[np.int32]:
         """Token ids at positions first..first+count-1."""
@@ -60,6 +61,6 @@ class Stream:
         hashes = self.request.hashes
         before = len(hashes)
         while (len(hashes) + 1) * block_size <= computed:
-            parent = hashes[-1] if hashes else self.root
-            hashes.append(block_hash(parent, self.values(len(hashes) * block_size, block_size)))
+            self.tail = block_hash(self.tail, self.values(len(hashes) * block_size, block_size))
+            hashes.append(self.tail)
         return len(hashes) > before

@@ -1,0 +1,1 @@
+"""The simulator: the scheduler that serves, under a virtual clock, on traces and invented traffic."""

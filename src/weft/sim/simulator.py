@@ -1,0 +1,188 @@
+"""A trace played against the scheduler that serves, under a virtual clock.
+
+The clock jumps from step to step. A step takes what the truth says: the profile's coefficients, with noise and a bias
+that the scheduler is not told of where asked for.
+"""
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core import Outcome, Request, Scheduler, StepPlan, StepShape
+from weft.core.cost import Coefficients
+from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Promises in seconds."""
+
+    gap: float = math.inf
+    ttft: float = math.inf
+    ttft_per_1k: float = 0.0  # on top, for every 1,000 tokens of the prompt
+
+    def first_token(self, prompt_tokens: int) -> float:
+        return self.ttft + self.ttft_per_1k * prompt_tokens / 1000
+
+
+@dataclass(frozen=True)
+class Truth:
+    """How long a step really takes."""
+
+    coefficients: Coefficients
+    bias: float = 0.0  # 0.1: everything takes a tenth longer than the scheduler's model says
+    noise: float = 0.0  # standard deviation of a factor around one
+    seed: int = 0
+
+    def clock(self) -> Callable[[StepShape], float]:
+        rng = random.Random(self.seed)
+        factor = 1 + self.bias
+
+        def seconds(shape: StepShape) -> float:
+            noise = max(0.5, rng.gauss(1.0, self.noise)) if self.noise else 1.0
+            return self.coefficients.predict(shape) * factor * noise
+
+        return seconds
+
+
+@dataclass
+class Played:
+    """What became of a trace: one entry a request, in order of arrival, and one a gap."""
+
+    span: float  # seconds of arrivals
+    ended: float  # when the last step ended
+    arrival: NDArray[np.float64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    ttft: NDArray[np.float64]  # infinite where there was no first token
+    finished: NDArray[np.float64]  # infinite where it never finished
+    refused: NDArray[np.bool_]
+    gap_owner: NDArray[np.int64]
+    gaps: NDArray[np.float64]
+    steps: int
+    prefill_tokens: int
+    cached_tokens: int
+    preemptions: int
+
+
+def play(
+    trace: Trace,
+    scheduler: Scheduler,
+    truth: Truth,
+    targets: Targets,
+    progress: Callable[[int], None] = lambda arrived: None,
+) -> Played:
+    """Runs a trace to its end. One step is in flight while the next is planned, as when serving."""
+    game = _Game(trace, scheduler, truth, targets)
+    while game.turn():
+        progress(game.arrived)
+    return game.result()
+
+
+class _Game:
+    def __init__(self, trace: Trace, scheduler: Scheduler, truth: Truth, targets: Targets) -> None:
+        self.trace, self.scheduler, self.targets = trace, scheduler, targets
+        self.seconds = truth.clock()
+        self.now = 0.0
+        self.device_free = 0.0
+        self.arrived = 0
+        self.in_flight: deque[tuple[StepPlan, float, float]] = deque()
+        count = len(trace.arrivals)
+        self.number: dict[Request, int] = {}
+        self.requests: list[Request] = []
+        self.ttft = np.full(count, np.inf)
+        self.finished = np.full(count, np.inf)
+        self.refused = np.zeros(count, np.bool_)
+        self.owner = np.zeros(scheduler.slots.size, np.int64)  # of a slot: the request's number
+        self.last_token = np.zeros(count)
+        self.gap_owners: list[NDArray[np.int64]] = []
+        self.gaps: list[NDArray[np.float64]] = []
+        self.steps = self.prefill_tokens = self.cached_tokens = self.preemptions = 0
+
+    def turn(self) -> bool:
+        """Plans a step and takes the oldest in; False when all is done."""
+        self._admit_arrivals()
+        plan = self.scheduler.plan(self.now)
+        if plan is not None:
+            for request in plan.joined:
+                self.owner[request.slot] = self.number[request]
+            started = max(self.now, self.device_free)
+            self.device_free = started + self.seconds(plan.shape)
+            self.in_flight.append((plan, started, self.device_free))
+        if len(self.in_flight) > 1 or (plan is None and self.in_flight):
+            self._take_in(*self.in_flight.popleft())
+        elif plan is None:
+            if self.arrived == len(self.trace.arrivals):
+                return False
+            self.now = max(self.now, self.trace.arrivals[self.arrived].time)
+        return True
+
+    def _admit_arrivals(self) -> None:
+        arrivals = self.trace.arrivals
+        while self.arrived < len(arrivals) and arrivals[self.arrived].time <= self.now:
+            request = _request(self.arrived, arrivals[self.arrived], self.targets, self.scheduler.block_size)
+            self.number[request] = self.arrived
+            self.requests.append(request)
+            self.scheduler.add(request)
+            self.arrived += 1
+
+    def _take_in(self, plan: StepPlan, started: float, finished: float) -> None:
+        self.now = finished
+        outcome = Outcome(finished=[(plan.requests[row], "length") for row in np.flatnonzero(plan.last).tolist()])
+        self._note_tokens(plan, finished)
+        for request, _ in outcome.finished:
+            self.finished[self.number[request]] = finished
+        self.scheduler.commit(plan, outcome, started, finished)
+        self.steps += 1
+        self.prefill_tokens += plan.num_tokens - plan.num_decodes
+        self.cached_tokens += plan.cached_tokens
+        self.preemptions += plan.preemptions
+
+    def _note_tokens(self, plan: StepPlan, finished: float) -> None:
+        owners = self.owner[plan.slots[plan.samples]]
+        fresh = np.isinf(self.ttft[owners])
+        for number in owners[fresh].tolist():
+            self.ttft[number] = finished - self.requests[number].arrival
+        going = owners[~fresh] if fresh.any() else owners
+        self.gap_owners.append(going)
+        self.gaps.append(finished - self.last_token[going])
+        self.last_token[owners] = finished
+
+    def result(self) -> Played:
+        arrivals = self.trace.arrivals
+        return Played(
+            span=self.trace.span,
+            ended=self.now,
+            arrival=np.array([a.time for a in arrivals]),
+            prompt_tokens=np.array([a.prompt_tokens for a in arrivals]),
+            output_tokens=np.array([a.output_tokens for a in arrivals]),
+            ttft=self.ttft,
+            finished=self.finished,
+            refused=self.refused,
+            gap_owner=np.concatenate(self.gap_owners),
+            gaps=np.concatenate(self.gaps),
+            steps=self.steps,
+            prefill_tokens=self.prefill_tokens,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+        )
+
+
+def _request(number: int, arrival: Arrival, targets: Targets, block_size: int) -> Request:
+    per_id = MOONCAKE_BLOCK // block_size
+    whole = arrival.prefix_ids[: arrival.prompt_tokens // MOONCAKE_BLOCK]  # a partial tail is not cached
+    hashes: list[Hashable] = [name * per_id + block for name in whole for block in range(per_id)]
+    return Request(
+        id=f"{number:06d}",
+        prompt_tokens=arrival.prompt_tokens,
+        max_tokens=arrival.output_tokens,
+        arrival=arrival.time,
+        hashes=hashes,
+        gap_target=targets.gap,
+        ttft_target=targets.first_token(arrival.prompt_tokens),
+    )

@@ -1,0 +1,116 @@
+"""Traces of real requests: when they came, how long they were, and which prefixes they share."""
+
+import csv
+import json
+import math
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from weft.errors import OptionError
+
+MOONCAKE_BLOCK = 512  # tokens behind one of its hash_ids
+MOONCAKE_BIN = 3.0  # seconds: its timestamps are multiples of this
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a trace."""
+
+    time: float  # seconds from the start of the trace
+    prompt_tokens: int
+    output_tokens: int
+    prefix_ids: tuple[int, ...] = ()  # equal ids at equal places mean equal blocks of MOONCAKE_BLOCK tokens
+
+
+@dataclass(frozen=True)
+class Trace:
+    name: str
+    arrivals: tuple[Arrival, ...]  # by time
+    was_unsorted: bool = False
+
+    def first(self, seconds: float) -> "Trace":
+        """What came within the first seconds."""
+        return replace(self, arrivals=tuple(arrival for arrival in self.arrivals if arrival.time < seconds))
+
+    def scaled(self, rate: float) -> "Trace":
+        """The same requests, `rate` times as fast."""
+        return replace(self, arrivals=tuple(replace(arrival, time=arrival.time / rate) for arrival in self.arrivals))
+
+    @property
+    def span(self) -> float:
+        """Seconds from the start to the last arrival."""
+        return self.arrivals[-1].time if self.arrivals else 0.0
+
+
+def load_trace(path: Path) -> Trace:
+    """A trace by its file's ending: Azure's CSV, or Mooncake's JSON lines."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"cannot read the trace {path}: {error}") from None
+    arrivals = _read_mooncake(path, text) if path.suffix == ".jsonl" else _read_azure(path, text)
+    if not arrivals:
+        raise OptionError(f"the trace {path} has no requests in it")
+    ordered = sorted(arrivals, key=lambda arrival: arrival.time)
+    start = ordered[0].time
+    moved = tuple(replace(arrival, time=arrival.time - start) for arrival in ordered)
+    return Trace(path.stem, moved, was_unsorted=ordered != arrivals)
+
+
+def _read_azure(path: Path, text: str) -> list[Arrival]:
+    rows = csv.DictReader(text.splitlines())
+    missing = [name for name in AZURE_COLUMNS if name not in (rows.fieldnames or ())]
+    if missing:
+        raise OptionError(f"{path}: column {missing[0]} is missing; a trace has {', '.join(AZURE_COLUMNS)}")
+    arrivals = []
+    for row in rows:
+        try:
+            moment = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            arrivals.append(Arrival(moment, *_lengths(row["ContextTokens"], row["GeneratedTokens"])))
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"{path}, line {rows.line_num}: {error}") from None
+    return arrivals
+
+
+def _read_mooncake(path: Path, text: str) -> list[Arrival]:
+    arrivals = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt, output = _lengths(row["input_length"], row["output_length"])
+            moment, ids = float(row["timestamp"]) / 1000, tuple(map(int, row["hash_ids"]))
+        except KeyError as error:
+            raise OptionError(
+                f"{path}, line {number}: {error} is missing; a line has {', '.join(MOONCAKE_KEYS)}"
+            ) from None
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"{path}, line {number}: {error}") from None
+        arrivals.append(Arrival(moment, prompt, output, ids))
+    return _spread(arrivals)
+
+
+def _spread(arrivals: list[Arrival]) -> list[Arrival]:
+    """Requests that carry the same timestamp, spread evenly over the bin that it stands for."""
+    moments: dict[float, int] = {}
+    for arrival in arrivals:
+        moments[arrival.time] = moments.get(arrival.time, 0) + 1
+    placed: dict[float, int] = {}
+    spread = []
+    for arrival in arrivals:
+        index = placed.get(arrival.time, 0)
+        placed[arrival.time] = index + 1
+        offset = MOONCAKE_BIN * index / moments[arrival.time]
+        spread.append(replace(arrival, time=arrival.time + offset))
+    return spread
+
+
+def _lengths(prompt: str | int, output: str | int) -> tuple[int, int]:
+    lengths = int(prompt), int(output)
+    if min(lengths) < 1 or not all(map(math.isfinite, lengths)):
+        raise ValueError(f"lengths must be at least 1, got {lengths[0]} and {lengths[1]}")
+    return lengths
