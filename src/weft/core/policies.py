@@ -6,6 +6,7 @@
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from weft.core.cost import CostModel, StepShape, with_slice
@@ -16,10 +17,18 @@ IDLE_STEP = 0.25  # seconds a step may take where nobody decodes, so that a newc
 Rank = tuple[float, ...]  # smaller goes first
 
 
+class Prefill(NamedTuple):
+    """A prompt, or what is left of one."""
+
+    request: Request
+    first: int  # tokens that are computed or cached
+    left: int  # tokens to compute
+
+
 class StepLoad(NamedTuple):
     """What a policy may look at when the decodes of a step are settled."""
 
-    now: float
+    start: float  # when the step will begin: now, or when the one in flight is predicted to end
     shape: StepShape  # of the decodes
     gap: float  # seconds; the tightest gap target among them, infinite where there is none
 
@@ -35,6 +44,10 @@ class Budget(Protocol):
 
     def take(self, first: int, count: int) -> None: ...
 
+    def tighten(self, seconds: float) -> None:
+        """The step is to end within so many seconds if it can: a first token that it brings is promised by then."""
+        ...
+
 
 class Policy(Protocol):
     prefills_first: bool  # whether prefills go before decodes, which then wait
@@ -42,11 +55,19 @@ class Policy(Protocol):
     def budget(self, load: StepLoad) -> Budget: ...
 
     def rank(self, request: Request) -> Rank:
-        """Order among prefills that wait."""
+        """Order among prefills, those under way and those that wait; it does not change while a request queues."""
         ...
 
-    def running_rank(self, request: Request) -> Rank:
-        """Order of a prefill under way, among its like and those that wait."""
+    def overtakes(self, newcomer: Request, started: Request) -> bool:
+        """Whether a request that waits may go before a prefill that is under way."""
+        ...
+
+    def screen(self, newcomer: Request, prefills: Callable[[], list[Prefill]], load: StepLoad) -> bool:
+        """Whether a newcomer, which is among the `prefills` (in order), should be kept; False refuses it."""
+        ...
+
+    def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
+        """Whether a request that has not started could not keep its promise even if it were the next."""
         ...
 
     def may_join(self, request: Request, after: StepShape, gap: float) -> bool:
@@ -76,21 +97,24 @@ class TokenBudget:
     def take(self, first: int, count: int) -> None:
         self.tokens -= count
 
+    def tighten(self, seconds: float) -> None:
+        pass
 
-class WholePrompts:
+
+class WholePrompts(TokenBudget):
     """Prompts are taken whole, as many as the budget holds, or one if it is larger."""
 
     reason = "whole prompts"
 
     def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+        super().__init__(tokens)
         self.empty = True
 
     def room(self, first: int, wanted: int) -> int:
         return wanted if self.empty or wanted <= self.tokens else 0
 
     def take(self, first: int, count: int) -> None:
-        self.tokens -= count
+        super().take(first, count)
         self.empty = False
 
 
@@ -112,6 +136,9 @@ class TimeBudget:
         self.shape = with_slice(self.shape, first, count)
         self.tokens -= count
 
+    def tighten(self, seconds: float) -> None:
+        self.seconds = min(self.seconds, seconds / self.cost.margin)
+
 
 class ChunkedPolicy:
     """Stall-free batching with a fixed budget: every decode counts as one token, prefills share what is left."""
@@ -125,10 +152,16 @@ class ChunkedPolicy:
         return TokenBudget(self.tokens - load.shape.decodes)
 
     def rank(self, request: Request) -> Rank:
-        return (1, request.priority, request.arrival)
+        return (request.priority, request.arrival)
 
-    def running_rank(self, request: Request) -> Rank:
-        return (0, request.priority, request.arrival)
+    def overtakes(self, newcomer: Request, started: Request) -> bool:
+        return False
+
+    def screen(self, newcomer: Request, prefills: Callable[[], list[Prefill]], load: StepLoad) -> bool:
+        return True
+
+    def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
+        return False
 
     def may_join(self, request: Request, after: StepShape, gap: float) -> bool:
         return True
@@ -164,15 +197,88 @@ class SloPolicy:
         if self.chunk is not None:
             return TokenBudget(self.chunk - load.shape.decodes)
         tokens = self.tokens - load.shape.decodes
-        if load.gap == math.inf:
-            return TimeBudget(self.cost, load.shape, IDLE_STEP, tokens, "nobody decodes")
-        return TimeBudget(self.cost, load.shape, load.gap / self.cost.margin, tokens, "gap target")
+        reason = "nobody decodes" if load.gap == math.inf else "gap target"
+        return TimeBudget(self.cost, load.shape, self._limit(load.gap), tokens, reason)
 
     def rank(self, request: Request) -> Rank:
         work = self.cost.coefficients.prefill_seconds(0, request.known)
         return (request.batch, request.priority, request.due - work, request.arrival)
 
-    running_rank = rank
+    def overtakes(self, newcomer: Request, started: Request) -> bool:
+        return newcomer.rank < started.rank
+
+    def screen(self, newcomer: Request, prefills: Callable[[], list[Prefill]], load: StepLoad) -> bool:
+        """Walks the queue as it would be served if nothing else arrived, and asks who would come too late.
+
+        Each prefill runs at the pace that decodes leave it; when it is done it decodes itself and slows the next ones.
+        None of those who decode is assumed to end, so the walk errs on the late side.
+        """
+        clock = load.start
+        decodes, context, gap = load.shape.decodes, float(load.shape.context), load.gap
+        reached = False
+        for request, first, count in prefills():
+            step = self._step(decodes, context, gap)
+            pace = self._pace(decodes, context, gap)
+            if pace <= 0:
+                return False
+            seconds = self.cost.coefficients.prefill_seconds(first, count) * self.bias / pace
+            clock += seconds
+            context += first + count + decodes * seconds / step  # those who decode write a token a step
+            decodes, gap = decodes + 1, min(gap, request.gap_target)
+            end = clock + step  # a first token comes at the end of a step, whatever else that step carries
+            if end > request.due and self.chunk is None:
+                # The step will be cut short for it (see Budget.tighten), which costs the others one step more.
+                clock += self._least(decodes, context)
+                end = clock
+            if request is newcomer:
+                reached = True
+                request.predicted_ttft = end - request.arrival
+            if reached and not request.batch and end > request.due:
+                return False
+        return True
+
+    def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
+        request, first, count = prefill
+        if request.due == math.inf:
+            return False
+        pace = self._pace(load.shape.decodes, load.shape.context, load.gap)
+        seconds = self.cost.coefficients.prefill_seconds(first, count) * self.bias
+        return pace <= 0 or load.start + seconds / pace > request.due
+
+    def _limit(self, gap: float) -> float:
+        """Seconds that a step may be predicted to take."""
+        return IDLE_STEP if gap == math.inf else gap / self.cost.margin
+
+    def _aside(self, decodes: int, context: float) -> float:
+        """Seconds of a step with a prefill in it that are not the prefill's."""
+        c = self.cost.coefficients
+        return c.fixed + c.slice + (c.token + c.decode) * decodes + c.context * context
+
+    def _least(self, decodes: int, context: float) -> float:
+        """Seconds of a step with next to no prefill in it."""
+        c = self.cost.coefficients
+        return self._aside(decodes, context) + max(0.0, c.weights - c.token * decodes)
+
+    def _step(self, decodes: int, context: float, gap: float) -> float:
+        """Seconds that a full step takes beside so many decodes."""
+        if self.chunk is None:
+            return self._limit(gap)
+        c = self.cost.coefficients
+        work = c.token * max(0, self.chunk - decodes)
+        return max(self._least(decodes, context), self._aside(decodes, context) + work)
+
+    def _pace(self, decodes: int, context: float, gap: float) -> float:
+        """Seconds of prefill work that are done in a second beside so many decodes; 0 where these fill the step."""
+        c = self.cost.coefficients
+        aside, step = self._aside(decodes, context), self._step(decodes, context, gap)
+        if self.chunk is not None:
+            return c.token * max(0, self.chunk - decodes) / step
+        return 1 - aside / step if self._least(decodes, context) <= step else 0.0
+
+    @property
+    def bias(self) -> float:
+        """By how much steps take longer than predicted, on average."""
+        return math.exp(self.cost.mean)
 
     def may_join(self, request: Request, after: StepShape, gap: float) -> bool:
         return self.cost.predict(after) * self.cost.margin <= gap

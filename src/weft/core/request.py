@@ -32,12 +32,15 @@ class Request:
     finish_reason: str | None = None
     slot: int = -1  # -1: none. Kept after the seat is given up while a step in flight still names it.
     known: int = 0  # tokens to compute on (re)admission: the prompt, plus what was sampled before a preemption
+    rank: tuple[float, ...] = ()  # the policy's order among prefills; smaller goes first
+    expected_hits: int = 0  # prompt tokens that were in the prefix cache when it was screened
     blocks: list[int] = field(default_factory=list)
     named: int = 0  # of its blocks, how many were offered to the prefix cache
 
     started: float | None = None  # start of the first step that carried it
     first_token: float | None = None  # end of the step that sampled its first token
     finished: float | None = None
+    predicted_ttft: float | None = None  # seconds, as of its arrival; None: nobody predicted
     cached_tokens: int = 0  # prompt tokens it did not have to compute at its first admission
     preemptions: int = 0
     lost_tokens: int = 0  # computed, then given up by preemption

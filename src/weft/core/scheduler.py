@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from weft.core.blocks import BlockPool
 from weft.core.cost import StepShape, slice_pairs
-from weft.core.policies import Budget, Policy, StepLoad
+from weft.core.policies import Budget, Policy, Prefill, StepLoad
 from weft.core.prefix import PrefixCache
 from weft.core.request import Request, State
 from weft.core.slots import Slots
@@ -51,12 +51,16 @@ class Scheduler:
         self.running: list[Request] = []  # sorted by age_key
         self._prefilling: list[Request] = []  # of those running, the ones with prompt left to plan
         self._leaving: list[Request] = []  # gave up their seat; their slot is still named by a plan
+        self._last_predicted = 0.0  # seconds of the last plan
+        self._device_free = -math.inf  # when the last plan is predicted to end
+        self._fresh: list[Request] = []  # came since the last plan, to be screened by the next
+        self.refused: list[Request] = []  # since the owner last looked; it empties the list
         self._draft = _Draft()
 
     @property
     def has_work(self) -> bool:
         """Whether another plan could do something, now or after the commit of what is in flight."""
-        return bool(self.waiting or self.running)
+        return bool(self._fresh or self.waiting or self.running)
 
     def add(self, request: Request) -> None:
         """Queues a request; refuses one that could never finish."""
@@ -68,12 +72,13 @@ class Scheduler:
                 f"the request may grow to {request.limit} tokens, but the KV cache holds "
                 f"{self.pool.num_blocks * self.block_size}: lower max_tokens, shorten the prompt or enlarge the cache"
             )
-        self._queue(request)
+        request.rank = self.policy.rank(request)
+        self._fresh.append(request)
 
     def abort(self, request: Request, reason: str = "abort", now: float | None = None) -> None:
         """Ends a request at any moment. What a step in flight still computes for it is thrown away."""
         if request.state is State.WAITING:
-            self.waiting.remove(request)
+            (self._fresh if request in self._fresh else self.waiting).remove(request)
             self._end(request, reason, now)
         elif request.state is State.RUNNING:
             self._unseat(request)
@@ -91,6 +96,7 @@ class Scheduler:
         draft = self._draft = _Draft()
         decodes = NO_SLOTS if self.policy.prefills_first else self._plan_decodes()
         load = self._load(decodes, now)
+        self._screen(load, now)
         budget = self.policy.budget(load)
         self._plan_prefills(budget, load)
         if self.policy.prefills_first and not draft.prefills:
@@ -100,7 +106,10 @@ class Scheduler:
         self._retire_slots()
         if not len(decodes) and not draft.prefills:
             return None
-        return self._seal(decodes, budget.reason)
+        plan = self._seal(decodes, budget.reason)
+        self._last_predicted = plan.predicted or 0.0
+        self._device_free = load.start + self._last_predicted
+        return plan
 
     def commit(self, plan: StepPlan, outcome: Outcome, started: float, finished: float) -> StepRecord:
         """Takes a step's outcome in: progress, finishes, blocks that became full."""
@@ -120,6 +129,8 @@ class Scheduler:
             self._end(request, finish_reason, finished)
         self._retire_slots()
         self.policy.observe(plan.predicted, finished - started)
+        if plan.predicted is not None and plan.number == self._steps - 1:  # the one behind it begins now
+            self._device_free = finished + self._last_predicted
         return StepRecord(
             number=plan.number,
             started=started,
@@ -152,7 +163,7 @@ class Scheduler:
         taken = len(self.running) + len(self._leaving)
         assert self.slots.num_free == self.slots.size - taken, "a slot is neither free nor taken"
         assert sorted(self.running, key=_age) == self.running, "the running are out of order"
-        assert sorted(self.waiting, key=self.policy.rank) == self.waiting, "the queue is out of order"
+        assert sorted(self.waiting, key=_rank) == self.waiting, "the queue is out of order"
         assert len(self.running) <= self.max_num_seqs, "more run than there are seats"
 
     # The passes
@@ -174,12 +185,11 @@ class Scheduler:
 
         A waiting request that does not fit ends the admission of others: none is overtaken for being large.
         """
-        rank, running_rank = self.policy.rank, self.policy.running_rank
-        started = sorted(self._prefilling, key=running_rank)
+        started = sorted(self._prefilling, key=_rank)
         admitting = True
         while started or (admitting and self.waiting):
             newcomer = self.waiting[0] if admitting and self.waiting else None
-            if newcomer is None or (started and running_rank(started[0]) <= rank(newcomer)):
+            if newcomer is None or (started and not self.policy.overtakes(newcomer, started[0])):
                 request = started.pop(0)
                 if request.state is not State.RUNNING:
                     continue  # became a victim on the way
@@ -190,6 +200,8 @@ class Scheduler:
                 request = newcomer
             if not self._plan_prefill(request, budget):
                 return
+            if request.first_token is None and self.slots.planned[request.slot] == self.slots.known[request.slot]:
+                budget.tighten(request.due - load.start)
 
     def _admit(self, request: Request, load: StepLoad) -> bool:
         """Seats a waiting request if there is a seat, room for its whole prompt, and a decode step that can take it."""
@@ -234,7 +246,7 @@ class Scheduler:
         count = len(decodes)
         context = int(self.slots.planned[decodes].sum()) + count
         gap = float(self.slots.gap_target[decodes].min()) if count else math.inf
-        return StepLoad(now, StepShape(count, 0.0, 0, count, context), gap)
+        return StepLoad(max(now, self._device_free), StepShape(count, 0.0, 0, count, context), gap)
 
     def _take_cached(self, request: Request) -> None:
         """Appends the blocks that others have computed (or have planned to) since the last look."""
@@ -296,7 +308,38 @@ class Scheduler:
         return None
 
     def _queue(self, request: Request) -> None:
-        insort(self.waiting, request, key=self.policy.rank)
+        insort(self.waiting, request, key=_rank)
+
+    def _screen(self, load: StepLoad, now: float) -> None:
+        """Refuses newcomers that would be late, or make others late, and those whose time has run out in the queue."""
+        for request in self._fresh:
+            hits = self.cache.match(request.hashes, 0, self._shareable(request))
+            request.expected_hits = len(hits) * self.block_size
+            self._queue(request)
+            if not self.policy.screen(request, self._prefills, load):
+                self._refuse(request, now)
+        self._fresh.clear()
+        while self.waiting and self.policy.is_hopeless(self._left_of(self.waiting[0]), load):
+            if self.waiting[0].first_token is not None or self.waiting[0].slot >= 0:
+                break  # preempted: it has its first token already, or may get it yet
+            self._refuse(self.waiting[0], now)
+
+    def _refuse(self, request: Request, now: float) -> None:
+        self.waiting.remove(request)
+        self._end(request, "refused", now)
+        self.refused.append(request)
+
+    def _prefills(self) -> list[Prefill]:
+        """All prompts that are not computed yet, in the policy's order."""
+        return [self._left_of(request) for request in sorted([*self._prefilling, *self.waiting], key=_rank)]
+
+    def _left_of(self, request: Request) -> Prefill:
+        done = int(self.slots.planned[request.slot]) if request.state is State.RUNNING else request.expected_hits
+        return Prefill(request, done, request.known - done)
+
+    def _shareable(self, request: Request) -> int:
+        """Blocks of a request that may come from the prefix cache: its last token is always computed."""
+        return (request.known - 1) // self.block_size if request.reuse_prefix else 0
 
     def _preempt(self, request: Request) -> None:
         """Takes seat and blocks away; the request queues again with all tokens it knows, to be computed anew."""
@@ -407,6 +450,10 @@ class _Draft:
         self.blocks: list[tuple[int, int, int]] = []  # slot, column, block
         self.cached_tokens = 0
         self.preemptions = 0
+
+
+def _rank(request: Request) -> tuple[float, ...]:
+    return request.rank
 
 
 def _age(request: Request) -> tuple[int, float, str]:

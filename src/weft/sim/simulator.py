@@ -114,6 +114,9 @@ class _Game:
             started = max(self.now, self.device_free)
             self.device_free = started + self.seconds(plan.shape)
             self.in_flight.append((plan, started, self.device_free))
+        for request in self.scheduler.refused:
+            self.refused[self.number[request]] = True
+        self.scheduler.refused.clear()
         if len(self.in_flight) > 1 or (plan is None and self.in_flight):
             self._take_in(*self.in_flight.popleft())
         elif plan is None:
@@ -164,8 +167,8 @@ class _Game:
             ttft=self.ttft,
             finished=self.finished,
             refused=self.refused,
-            gap_owner=np.concatenate(self.gap_owners),
-            gaps=np.concatenate(self.gaps),
+            gap_owner=np.concatenate([np.empty(0, np.int64), *self.gap_owners]),
+            gaps=np.concatenate([np.empty(0), *self.gaps]),
             steps=self.steps,
             prefill_tokens=self.prefill_tokens,
             cached_tokens=self.cached_tokens,

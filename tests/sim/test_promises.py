@@ -1,0 +1,66 @@
+"""What `slo` promises, it keeps: random traffic under the virtual clock, with a cost model that is exact."""
+
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.core import CostModel, Scheduler, SloPolicy, StepPlan
+from weft.sim.profiles import load_profile
+from weft.sim.simulator import Targets, Truth, play
+from weft.sim.traces import Arrival, Trace
+
+PROFILE = load_profile("h200-llama-3-8b")
+COST = PROFILE.coefficients
+
+arrivals = st.lists(
+    st.builds(
+        Arrival,
+        time=st.floats(0, 2).map(lambda t: round(t, 3)),
+        prompt_tokens=st.one_of(st.integers(1, 2000), st.integers(1, 40_000)),
+        output_tokens=st.integers(1, 200),
+    ),
+    min_size=1,
+    max_size=40,
+)
+targets = st.builds(
+    Targets, gap=st.sampled_from([0.015, 0.025, 0.05, 0.1]), ttft=st.floats(0.3, 2), ttft_per_1k=st.floats(0, 0.3)
+)
+
+
+class Watched(Scheduler):
+    """Keeps its plans for a look afterwards."""
+
+    def __init__(self) -> None:
+        # An exact model has no error to allow for.
+        policy = SloPolicy(CostModel(COST, spread=0.0), PROFILE.max_num_batched_tokens)
+        super().__init__(policy=policy, num_blocks=200_000, block_size=16, max_num_seqs=1024)
+        self.plans: list[StepPlan] = []
+
+    def plan(self, now: float) -> StepPlan | None:
+        plan = super().plan(now)
+        if plan is not None:
+            self.plans.append(plan)
+        return plan
+
+
+@settings(max_examples=300, deadline=None)
+@given(arrivals, targets)
+def test_every_admitted_request_keeps_its_promise_and_no_step_breaks_one(drawn: list[Arrival], wanted: Targets) -> None:
+    trace = Trace("drawn", tuple(sorted(drawn, key=lambda arrival: arrival.time)))
+    scheduler = Watched()
+    played = play(trace, scheduler, Truth(COST), wanted)
+    due = np.array([wanted.first_token(tokens) for tokens in played.prompt_tokens])
+    admitted = ~played.refused
+    assert np.isfinite(played.finished[admitted]).all(), "a request was neither refused nor finished"
+    late = admitted & (played.ttft > due + 1e-9)
+    assert not late.any(), f"late by {(played.ttft - due)[late]}"
+    assert played.gaps.size == 0 or played.gaps.max() <= wanted.gap + 1e-9
+    for plan in scheduler.plans:
+        assert plan.predicted is not None
+        decoding = plan.num_decodes > 0 and plan.shape.slices > 0
+        assert not decoding or plan.predicted <= wanted.gap + 1e-9
+    scheduler.check_integrity()
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert not math.isnan(played.ended)
