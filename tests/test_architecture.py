@@ -20,7 +20,8 @@ ALLOWED = {
     "engine": {"core", "models", "kernels", "kv"},
     "progress": set(),
     "llm": {"engine", "text", "models", "progress"},
-    "cli": {"llm", "engine"},
+    "bench": {"core", "engine"},
+    "cli": {"llm", "engine", "sim", "bench", "progress"},
 }
 
 

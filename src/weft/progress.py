@@ -30,3 +30,25 @@ def batch_progress(completions: int, show: bool) -> Iterator[Advance]:
             bar.update(task, advance=finished, tokens=total, rate=total / state.elapsed if state.elapsed else 0.0)
 
         yield advance
+
+
+@contextmanager
+def work_progress(name: str, total: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """A bar over work that is counted; what it yields takes how much is done by now."""
+    if not show:
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=total)
+        shown = 0
+
+        def advance(done: int) -> None:
+            nonlocal shown
+            if done != shown:  # most calls bring no news
+                shown = done
+                bar.update(task, completed=done)
+
+        yield advance

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from weft import __version__
-from weft.cli import chat, generate
+from weft.cli import bench, chat, generate, simulate
 from weft.errors import WeftError
 
-COMMANDS = (chat, generate)
+COMMANDS = (chat, generate, simulate, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,6 +14,8 @@ from weft.core.request import Request
 
 IDLE_STEP = 0.25  # seconds a step may take where nobody decodes, so that a newcomer never waits behind an enormous one
 
+MEMORY = 30.0  # seconds over which the load is averaged
+MOST_LOAD = 0.85  # more than this is not believed
 Rank = tuple[float, ...]  # smaller goes first
 
 
@@ -121,12 +123,13 @@ class WholePrompts(TokenBudget):
 class TimeBudget:
     """Seconds of predicted time for the whole step."""
 
-    def __init__(self, cost: CostModel, shape: StepShape, seconds: float, tokens: int, reason: str) -> None:
+    def __init__(self, cost: CostModel, shape: StepShape, seconds: float, tokens: int, idle: bool) -> None:
         self.cost = cost
         self.shape = shape
         self.seconds = seconds
         self.tokens = tokens
-        self.reason = reason
+        self.idle = idle
+        self.reason = "nobody decodes" if idle else "gap target"
 
     def room(self, first: int, wanted: int) -> int:
         most = min(wanted, self.tokens)
@@ -138,6 +141,8 @@ class TimeBudget:
 
     def tighten(self, seconds: float) -> None:
         self.seconds = min(self.seconds, seconds / self.cost.margin)
+        if self.idle:  # a step may be long where nobody decodes, but a first token is not to wait for others' prompts
+            self.seconds = min(self.seconds, 2 * self.cost.predict(self.shape))
 
 
 class ChunkedPolicy:
@@ -192,13 +197,14 @@ class SloPolicy:
         self.cost = cost
         self.tokens = max_num_batched_tokens
         self.chunk = chunk
+        self._accepted = 0.0
+        self._accepted_at = 0.0
 
     def budget(self, load: StepLoad) -> Budget:
         if self.chunk is not None:
             return TokenBudget(self.chunk - load.shape.decodes)
         tokens = self.tokens - load.shape.decodes
-        reason = "nobody decodes" if load.gap == math.inf else "gap target"
-        return TimeBudget(self.cost, load.shape, self._limit(load.gap), tokens, reason)
+        return TimeBudget(self.cost, load.shape, self._limit(load.gap), tokens, idle=load.gap == math.inf)
 
     def rank(self, request: Request) -> Rank:
         work = self.cost.coefficients.prefill_seconds(0, request.known)
@@ -215,6 +221,9 @@ class SloPolicy:
         """
         clock = load.start
         decodes, context, gap = load.shape.decodes, float(load.shape.context), load.gap
+        busy = min(self._busy(clock), MOST_LOAD)
+        load_factor = busy / (1 - busy)
+        work = 0.0
         reached = False
         for request, first, count in prefills():
             step = self._step(decodes, context, gap)
@@ -230,12 +239,22 @@ class SloPolicy:
                 # The step will be cut short for it (see Budget.tighten), which costs the others one step more.
                 clock += self._least(decodes, context)
                 end = clock
+            spare = 0.0
             if request is newcomer:
                 reached = True
                 request.predicted_ttft = end - request.arrival
-            if reached and not request.batch and end > request.due:
+                spare = seconds * load_factor
+                work = seconds
+            if reached and not request.batch and end + spare > request.due:
                 return False
+        self._accepted += work / MEMORY
         return True
+
+    def _busy(self, now: float) -> float:
+        """Seconds of prefill work that were accepted in a second, of late."""
+        self._accepted *= math.exp((self._accepted_at - now) / MEMORY)
+        self._accepted_at = now
+        return self._accepted
 
     def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
         request, first, count = prefill

@@ -39,7 +39,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
-        self._steps = 0
+        self.steps = 0  # plans made
         self.reset()
 
     def reset(self) -> None:
@@ -129,7 +129,7 @@ class Scheduler:
             self._end(request, finish_reason, finished)
         self._retire_slots()
         self.policy.observe(plan.predicted, finished - started)
-        if plan.predicted is not None and plan.number == self._steps - 1:  # the one behind it begins now
+        if plan.predicted is not None and plan.number == self.steps - 1:  # the one behind it begins now
             self._device_free = finished + self._last_predicted
         return StepRecord(
             number=plan.number,
@@ -405,7 +405,7 @@ class Scheduler:
             if samples[row]:
                 slots.decoding[request.slot] = True
                 self._prefilling.remove(request)
-        self._steps += 1
+        self.steps += 1
         shape = StepShape(
             tokens=len(decodes) + sum(count for *_, count in prefills),
             pairs=sum(slice_pairs(first, count) for _, first, count in prefills),
@@ -414,7 +414,7 @@ class Scheduler:
             context=int(slots.planned[decodes].sum()),
         )
         return StepPlan(
-            number=self._steps,
+            number=self.steps,
             requests=[self._occupant(slot) for slot in rows.tolist()],
             slots=rows,
             first=first,

@@ -1,0 +1,173 @@
+"""`weft simulate`: plays a trace against the scheduler that serves, under a virtual clock."""
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.errors import OptionError
+
+if TYPE_CHECKING:
+    from weft.sim.compare import Report
+    from weft.sim.traces import Trace
+
+EPILOG = """\
+policies:
+  slo            prefill gets what the tightest gap target leaves, least slack first; what cannot be kept is refused
+  chunked:N      a fixed budget of N tokens a step, decodes (which are never cut) included
+  monolithic     whole prompts, before anything else: the problem that the others solve
+  slo-order:N    slo's order and refusal with chunked's fixed budget, to see which part of the difference is which
+
+A promise is kept if the first token comes within its target and 99% of the gaps between tokens are within theirs; a
+refused request is a broken promise. Goodput is kept promises in a second of arrivals. --noise and --bias make the steps
+take longer than the scheduler is told.
+"""
+
+
+def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="play a trace against the scheduler, under a virtual clock",
+        description="Plays a trace against the very scheduler that serves, on a hardware profile and a virtual clock.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--trace", type=Path, required=True, metavar="FILE", help="Azure's CSV or Mooncake's JSON lines")
+    add(
+        "--profile", required=True, metavar="NAME", help="hardware profile: a name that ships with weft, or a JSON file"
+    )
+    add("--policy", default="slo", metavar="P", help="see below (default: slo)")
+    add("--compare", metavar="P,P,...", help="run several policies over the same trace")
+    add("--duration", type=float, metavar="S", help="only the first S seconds of the trace, before it is scaled")
+    add("--rate-scale", type=float, default=1.0, metavar="X", help="arrivals X times as fast (default: 1)")
+    add("--gap-target-ms", type=float, default=50.0, metavar="G", help="promised time between tokens (default: 50)")
+    add(
+        "--ttft-target-ms", type=float, default=1000.0, metavar="T", help="promised time to first token (default: 1000)"
+    )
+    add(
+        "--ttft-target-per-1k-ms",
+        type=float,
+        default=250.0,
+        metavar="U",
+        help="and per 1,000 prompt tokens (default: 250)",
+    )
+    add(
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="random error of step times, such as 0.05 (default: 0)",
+    )
+    add(
+        "--bias", type=float, default=0.0, metavar="SHARE", help="steps take this much longer, such as 0.1 (default: 0)"
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of the noise (default: 0)")
+    add("--json", type=Path, metavar="FILE", help="also write a list with one object a policy")
+    add("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from weft.progress import work_progress
+    from weft.sim.compare import make_policy, report, run_policy
+    from weft.sim.profiles import load_profile
+    from weft.sim.simulator import Targets, Truth
+
+    _check(arguments)
+    profile = load_profile(arguments.profile)
+    names = (arguments.compare or arguments.policy).split(",")
+    for name in names:
+        make_policy(name, profile)  # an unknown one is found before the work
+    trace = _trace(arguments, profile.max_model_len)
+    targets = Targets(
+        gap=arguments.gap_target_ms / 1000,
+        ttft=arguments.ttft_target_ms / 1000,
+        ttft_per_1k=arguments.ttft_target_per_1k_ms / 1000,
+    )
+    smallest = profile.coefficients.fixed + profile.coefficients.weights
+    if targets.gap <= smallest:
+        raise OptionError(
+            f"--gap-target-ms {arguments.gap_target_ms:g} cannot be met: an empty step takes {smallest * 1000:.2f} ms "
+            f"on {profile.name}"
+        )
+    truth = Truth(profile.coefficients, arguments.bias, arguments.noise, arguments.seed)
+    reports = []
+    for name in names:
+        with work_progress(name, len(trace.arrivals), arguments.progress) as advance:
+            reports.append(report(name, run_policy(name, trace, profile, targets, truth, advance), targets))
+    _show(reports, trace, arguments)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(one) for one in reports], indent=1) + "\n")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("rate_scale", "gap_target_ms", "ttft_target_ms", "duration"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < math.inf:
+            raise OptionError(f"--{name.replace('_', '-')} {value} must be above 0")
+    for name in ("ttft_target_per_1k_ms", "noise"):
+        if not 0 <= getattr(arguments, name) < math.inf:
+            raise OptionError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 0")
+    if not -1 < arguments.bias < math.inf:
+        raise OptionError(f"--bias {arguments.bias} must be above -1")
+
+
+def _trace(arguments: argparse.Namespace, max_model_len: int) -> "Trace":
+    from weft.sim.traces import load_trace
+
+    trace = load_trace(arguments.trace)
+    if trace.was_unsorted:
+        print(f"weft: {arguments.trace} was not in order of time; it was sorted", file=sys.stderr)
+    if arguments.duration is not None:
+        trace = trace.first(arguments.duration)
+    longest = max((a.prompt_tokens + a.output_tokens for a in trace.arrivals), default=0)
+    if longest > max_model_len:
+        raise OptionError(
+            f"{arguments.trace} has a request of {longest} tokens; the profile's context is {max_model_len}"
+        )
+    return trace.scaled(arguments.rate_scale)
+
+
+def _show(reports: "list[Report]", trace: "Trace", arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    promise = f"{arguments.ttft_target_ms:g} ms + {arguments.ttft_target_per_1k_ms:g} per 1,000 tokens"
+    title = (
+        f"{trace.name}, {len(trace.arrivals)} requests in {trace.span:.0f} s on {arguments.profile}; "
+        f"promised: first token in {promise}, gaps of {arguments.gap_target_ms:g} ms"
+    )
+    table = Table(title=title, title_justify="left")
+    for heading in (
+        "policy",
+        "kept",
+        "goodput/s",
+        "refused",
+        "TTFT ms",
+        "TPOT ms",
+        "gap ms",
+        "tok/s",
+        "hits",
+        "preempted",
+    ):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for one in reports:
+        times = [" / ".join(f"{value:.4g}" for value in t.values()) for t in (one.ttft_ms, one.tpot_ms, one.gap_ms)]
+        table.add_row(
+            one.policy,
+            f"{one.kept:.1%}",
+            f"{one.goodput_rps:.2f}",
+            str(one.refused),
+            *times,
+            f"{one.output_tokens_per_s:.0f}",
+            f"{one.prefix_hit_rate:.1%}",
+            str(one.preemptions),
+        )
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    console.print("times: p50 / p99 / p99.9 / max")
