@@ -40,7 +40,7 @@ class Completion:
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    finish_reason: str | None = None  # "stop" or "length"
+    finish_reason: str | None = None  # "stop", "length" or "refused"
     stop: str | None = None  # the stop string that ended it
     logprobs: list[TokenLogprobs] | None = None
     metrics: Metrics | None = None
@@ -290,6 +290,7 @@ class _Reader:
         for offset, found in enumerate(event.prompt_logprobs or ()):
             self.prompt_logprobs[event.prompt_first + 1 + offset] = found
         if event.token is None or self.done:
+            completion.finish_reason = completion.finish_reason or event.finish_reason
             return
         completion.token_ids.append(event.token)
         if completion.logprobs is not None and event.logprobs is not None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.toy import ToyExecutor, solo, toy_loop, toy_stream
-from weft.core import Request, State, StepPlan
+from weft.core import Coefficients, CostModel, Request, SloPolicy, State, StepPlan
 from weft.engine.loop import Loop
 from weft.engine.stream import Stream
 from weft.errors import RequestError
@@ -198,6 +198,24 @@ def test_impossible_requests_are_refused_with_the_numbers() -> None:
     scheduler.add(Request("b", prompt_tokens=10, max_tokens=7))  # the 17th token is sampled, not stored
     with pytest.raises(RequestError, match="the prompt is empty"):
         scheduler.add(Request("c", prompt_tokens=0, max_tokens=7))
+
+
+def test_what_cannot_be_in_time_is_refused_before_anything_is_computed() -> None:
+    loop = toy_loop(num_blocks=600, budget=64, depth=1)
+    # A token takes a second; nothing else costs anything.
+    loop.scheduler.policy = SloPolicy(CostModel(Coefficients(0, 0, 1.0, 0, 0, 0, 0), spread=0.0), 64)
+    hopeless, fine = toy_stream("hopeless", prompt(1, 40), 2), toy_stream("fine", prompt(2, 40), 2)
+    hopeless.request.ttft_target = 30.0
+    for stream in (hopeless, fine):
+        loop.add(stream)
+    events = loop.step()
+    assert [(event.stream, event.token, event.finish_reason) for event in events] == [(hopeless, None, "refused")]
+    assert hopeless.request.predicted_ttft is not None
+    assert hopeless.request.predicted_ttft > 30.0
+    run(loop)
+    assert hopeless.output == []
+    assert fine.output == solo(prompt(2, 40), 2)
+    loop.scheduler.check_integrity()
 
 
 def test_a_failed_step_ends_its_streams_and_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def measure(running: int, steps: int = STEPS, progress: Callable[[int], None] = 
     numbers = iter(range(10**9))
     for _ in range(running):
         loop.add(_stream(rng, next(numbers), stagger=True))
-    while len(scheduler.running) < running and scheduler.steps < 10 * running:
+    while scheduler.num_waiting:
         loop.step()
     spent = 0.0
     for step in range(steps):

@@ -14,6 +14,7 @@ from weft.core.request import Request
 
 IDLE_STEP = 0.25  # seconds a step may take where nobody decodes, so that a newcomer never waits behind an enormous one
 
+LEAST_SLICE = 16  # tokens
 MEMORY = 30.0  # seconds over which the load is averaged
 MOST_LOAD = 0.85  # more than this is not believed
 Rank = tuple[float, ...]  # smaller goes first
@@ -133,7 +134,12 @@ class TimeBudget:
 
     def room(self, first: int, wanted: int) -> int:
         most = min(wanted, self.tokens)
-        return self.cost.coefficients.largest_slice(self.shape, first, most, self.seconds) if most > 0 else 0
+        if most <= 0:
+            return 0
+        fitting = self.cost.coefficients.largest_slice(self.shape, first, most, self.seconds)
+        if self.idle and not self.shape.slices:  # however slow the machine, somebody must get on
+            return max(fitting, min(most, LEAST_SLICE))
+        return fitting
 
     def take(self, first: int, count: int) -> None:
         self.shape = with_slice(self.shape, first, count)

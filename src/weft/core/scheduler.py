@@ -39,7 +39,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
-        self.steps = 0  # plans made
+        self._steps = 0  # plans made
         self.reset()
 
     def reset(self) -> None:
@@ -48,7 +48,7 @@ class Scheduler:
         self.cache = PrefixCache(self.pool, self.enable_prefix_caching)
         self.slots = Slots(self.max_num_seqs)
         self.waiting: list[Request] = []  # in the policy's order
-        self.running: list[Request] = []  # sorted by age_key
+        self.running: set[Request] = set()
         self._prefilling: list[Request] = []  # of those running, the ones with prompt left to plan
         self._leaving: list[Request] = []  # gave up their seat; their slot is still named by a plan
         self._last_predicted = 0.0  # seconds of the last plan
@@ -61,6 +61,10 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether another plan could do something, now or after the commit of what is in flight."""
         return bool(self._fresh or self.waiting or self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._fresh) + len(self.waiting)
 
     def add(self, request: Request) -> None:
         """Queues a request; refuses one that could never finish."""
@@ -129,7 +133,7 @@ class Scheduler:
             self._end(request, finish_reason, finished)
         self._retire_slots()
         self.policy.observe(plan.predicted, finished - started)
-        if plan.predicted is not None and plan.number == self.steps - 1:  # the one behind it begins now
+        if plan.predicted is not None and plan.number == self._steps - 1:  # the one behind it begins now
             self._device_free = finished + self._last_predicted
         return StepRecord(
             number=plan.number,
@@ -143,7 +147,7 @@ class Scheduler:
             preemptions=plan.preemptions,
             requests_finished=len(outcome.finished),
             running=len(self.running),
-            waiting=len(self.waiting),
+            waiting=self.num_waiting,
             free_blocks=self.pool.num_free,
         )
 
@@ -162,7 +166,6 @@ class Scheduler:
         assert all(not request.blocks for request in [*self.waiting, *self._leaving]), "a seatless request holds blocks"
         taken = len(self.running) + len(self._leaving)
         assert self.slots.num_free == self.slots.size - taken, "a slot is neither free nor taken"
-        assert sorted(self.running, key=_age) == self.running, "the running are out of order"
         assert sorted(self.waiting, key=_rank) == self.waiting, "the queue is out of order"
         assert len(self.running) <= self.max_num_seqs, "more run than there are seats"
 
@@ -300,12 +303,8 @@ class Scheduler:
 
     def _victim(self, claimant: Request) -> Request | None:
         """The youngest running request younger than the claimant, unless this step already prefills for it."""
-        for request in reversed(self.running):
-            if _age(request) <= _age(claimant):
-                return None
-            if request not in self._draft.prefilled:
-                return request
-        return None
+        youngest = max(self.running - self._draft.prefilled, key=_age, default=None)
+        return youngest if youngest is not None and _age(youngest) > _age(claimant) else None
 
     def _queue(self, request: Request) -> None:
         insort(self.waiting, request, key=_rank)
@@ -355,7 +354,7 @@ class Scheduler:
     def _seat(self, request: Request) -> None:
         self.slots.take(request)
         request.state = State.RUNNING
-        insort(self.running, request, key=_age)
+        self.running.add(request)
         self._prefilling.append(request)
         self._draft.joined.append(request)
 
@@ -405,7 +404,7 @@ class Scheduler:
             if samples[row]:
                 slots.decoding[request.slot] = True
                 self._prefilling.remove(request)
-        self.steps += 1
+        self._steps += 1
         shape = StepShape(
             tokens=len(decodes) + sum(count for *_, count in prefills),
             pairs=sum(slice_pairs(first, count) for _, first, count in prefills),
@@ -414,7 +413,7 @@ class Scheduler:
             context=int(slots.planned[decodes].sum()),
         )
         return StepPlan(
-            number=self.steps,
+            number=self._steps,
             requests=[self._occupant(slot) for slot in rows.tolist()],
             slots=rows,
             first=first,

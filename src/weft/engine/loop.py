@@ -17,7 +17,7 @@ class TokenEvent(NamedTuple):
     """One request's news from one step."""
 
     stream: Stream
-    token: int | None  # None: only prompt log probabilities came
+    token: int | None  # None: it was refused, or only prompt log probabilities came
     finish_reason: str | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # for the positions behind `prompt_first`
@@ -63,9 +63,10 @@ class Loop:
             plan = self.scheduler.plan(self.clock())
             if plan is not None:
                 self._in_flight.append((plan, self.executor.submit(plan, self._inputs(plan))))
+            refused = self._take_refusals()
         if len(self._in_flight) > self.depth or (plan is None and self._in_flight):
-            return self._take_in()
-        return []
+            return refused + self._take_in()
+        return refused
 
     def drain(self) -> None:
         """Takes in what is in flight without planning more; its events are lost, so end or abandon streams first."""
@@ -83,6 +84,12 @@ class Loop:
         values = [self.streams[plan.requests[row].id].values(first[row], count[row]) for row in prefills]
         setups = [_setup(self.streams[request.id]) for request in plan.joined]
         return StepInputs(np.concatenate(values) if values else np.empty(0, np.int32), setups)
+
+    def _take_refusals(self) -> list[TokenEvent]:
+        """Requests that the scheduler would rather not begin, as they could not keep their promise."""
+        refused = [TokenEvent(self.streams.pop(request.id), None, "refused") for request in self.scheduler.refused]
+        self.scheduler.refused.clear()
+        return refused
 
     def _take_in(self) -> list[TokenEvent]:
         plan, pending = self._in_flight[0]
@@ -107,12 +114,13 @@ class Loop:
             if plan.requests[row].state is not State.FINISHED:
                 stream = self.streams[plan.requests[row].id]
                 yield TokenEvent(stream, None, None, prompt_logprobs=found, prompt_first=int(plan.first[row]))
-        last = plan.last.tolist()
+        # The one loop over all that run: its names are local, because every request pays for it in every step.
+        requests, streams, last, ended, logprobs = plan.requests, self.streams, plan.last.tolist(), State.FINISHED, None
         for row, token in zip(np.flatnonzero(plan.samples).tolist(), result.tokens, strict=True):
-            request = plan.requests[row]
-            if request.state is State.FINISHED:
+            request = requests[row]
+            if request.state is ended:
                 continue  # aborted, or ended in the step before: the surplus token is thrown away
-            stream = self.streams[request.id]
+            stream = streams[request.id]
             stream.output.append(token)
             reason = None
             if token in stream.stop_ids and len(stream.output) >= stream.params.min_tokens:
@@ -121,7 +129,9 @@ class Loop:
                 reason = "length"
             if reason:
                 outcome.finished.append((request, reason))
-            yield TokenEvent(stream, token, reason, result.logprobs.get(row))
+            if result.logprobs:
+                logprobs = result.logprobs.get(row)
+            yield TokenEvent(stream, token, reason, logprobs)
 
     def _hash_filled(self, plan: StepPlan, outcome: Outcome) -> None:
         size = self.scheduler.block_size
