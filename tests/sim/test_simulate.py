@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from weft.core import StepShape
@@ -136,6 +137,13 @@ def test_a_long_prompt_on_an_idle_machine_is_not_refused() -> None:
         "slo", Trace("t", (Arrival(0.0, 120_000, 5),)), PROFILE, Targets(gap=0.05, ttft=1.0, ttft_per_1k=0.25), EXACT
     )
     assert not played.refused.any()
+
+
+def test_a_request_without_a_promise_is_never_refused() -> None:
+    trace = Trace("flood", tuple(Arrival(0.001 * i, 2000, 50) for i in range(100)))
+    played = run_policy("slo", trace, PROFILE, Targets(gap=0.006), EXACT)  # next to no room beside the decodes
+    assert not played.refused.any()
+    assert np.isfinite(played.finished).all()
 
 
 def test_overload_is_refused_and_what_is_admitted_keeps_its_promise() -> None:

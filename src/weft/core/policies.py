@@ -225,10 +225,11 @@ class SloPolicy:
         Each prefill runs at the pace that decodes leave it; when it is done it decodes itself and slows the next ones.
         None of those who decode is assumed to end, so the walk errs on the late side.
         """
+        if newcomer.batch or newcomer.due == math.inf:
+            return True  # it goes last and is promised nothing
         clock = load.start
         decodes, context, gap = load.shape.decodes, float(load.shape.context), load.gap
         busy = min(self._busy(clock), MOST_LOAD)
-        load_factor = busy / (1 - busy)
         work = 0.0
         reached = False
         for request, first, count in prefills():
@@ -249,7 +250,9 @@ class SloPolicy:
             if request is newcomer:
                 reached = True
                 request.predicted_ttft = end - request.arrival
-                spare = seconds * load_factor
+                # While it is read others will come with less slack and go before it: as in a queue with priorities,
+                # its own work takes 1 / (1 - load) times as long.
+                spare = seconds * busy / (1 - busy)
                 work = seconds
             if reached and not request.batch and end + spare > request.due:
                 return False
