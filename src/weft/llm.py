@@ -13,10 +13,11 @@ from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
 from weft.errors import EngineError, ModelError, PromptError, RequestError
+from weft.files import read_json
 from weft.progress import batch_progress
 from weft.text.chat import ChatTemplate
 from weft.text.output import TextStream
-from weft.text.tokenizer import Tokenizer, read_json
+from weft.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -325,7 +326,7 @@ def _as_batch(prompts: Any) -> list[Prompt]:
 def _recommended(path: Path) -> SamplingParams:
     """What generation_config.json says a model is best sampled with; the rest is SamplingParams' defaults."""
     file = path / "generation_config.json"
-    said = read_json(file) if file.is_file() else {}
+    said = read_json(file, optional=True)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     if said.get("do_sample") is False:  # its other numbers are left-overs then
         return SamplingParams()

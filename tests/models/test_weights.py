@@ -137,4 +137,4 @@ def test_fills_name_every_tensor_of_a_checkpoint(saved: Saved) -> None:
 def test_a_single_file_wins_over_an_index(saved: Saved, tmp_path: Path) -> None:
     path = rewrite(saved("llama")[1], tmp_path)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
-    load(path)
+    assert load(path).config == load_config(path)

@@ -5,9 +5,7 @@ Published configs and those that Transformers 5 writes say the same things with 
 to a family, the family rewrites (`CausalLM.modernise`) before `parse_config` sees it.
 """
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from weft.errors import ModelError
@@ -116,21 +114,6 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig
         eos_token_ids=tuple(dict.fromkeys(token for token in eos if 0 <= token < vocab)),
         bos_token_id=raw.get("bos_token_id"),
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a model directory."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path.parent} has no {path.name}; a directory in Hugging Face layout is needed") from None
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value
 
 
 # The known kinds of rope and what each must say.

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from weft.errors import ModelError, OptionError
+from weft.files import read_json
 from weft.models.base import CausalLM
-from weft.models.config import ModelConfig, parse_config, read_json
+from weft.models.config import ModelConfig, parse_config
 from weft.models.gemma import Gemma3
 from weft.models.llama import Llama
 from weft.models.mistral import Mistral, Mixtral
@@ -34,7 +35,7 @@ def load_config(path: Path | str) -> ModelConfig:
     if not os.path.isdir(path):
         raise ModelError(f"{path} is not a readable directory; give a model directory in Hugging Face layout")
     raw = read_json(path / "config.json")
-    generation = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
+    generation = read_json(path / "generation_config.json", optional=True)
     named = raw.get("architectures") or []
     architecture = next((name for name in named if name in ARCHITECTURES), None)
     if architecture is None:

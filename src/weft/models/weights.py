@@ -10,8 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import ModelError
+from weft.files import read_json
 from weft.models.base import CausalLM
-from weft.models.config import ModelConfig, read_json
+from weft.models.config import ModelConfig
 from weft.models.layers import RMSNorm
 from weft.models.registry import ARCHITECTURES
 

@@ -21,7 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from weft.errors import ModelError, RequestError
-from weft.text.tokenizer import one_line, read_json, read_special_tokens
+from weft.files import read_json
+from weft.text.tokenizer import one_line, read_special_tokens
 
 Message = dict[str, Any]
 
@@ -136,7 +137,7 @@ def _read_templates(path: Path) -> dict[str, str]:
     try:
         found: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
         for name in ("tokenizer_config.json", "chat_template.json"):
-            found = found or read_json(path / name).get("chat_template") or {}
+            found = found or read_json(path / name, optional=True).get("chat_template") or {}
         if isinstance(found, list):
             found = {entry["name"]: entry["template"] for entry in found}
         return {"default": found} if isinstance(found, str) else dict(found)

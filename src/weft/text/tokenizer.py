@@ -7,12 +7,12 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
 from weft.errors import ModelError, RequestError
+from weft.files import read_json
 
 
 class Tokenizer:
@@ -49,7 +49,7 @@ class Tokenizer:
             backend = Backend.from_file(str(file))
         except Exception as error:  # the library raises bare Exceptions
             raise ModelError(f"{file} is not a usable tokenizer: {one_line(error)}") from error
-        config = read_json(path / "tokenizer_config.json")
+        config = read_json(path / "tokenizer_config.json", optional=True)
         return cls(backend, read_special_tokens(path), add_bos_token=config.get("add_bos_token") is True)
 
     @property
@@ -117,24 +117,11 @@ def read_special_tokens(path: Path) -> dict[str, str]:
     """Names and texts of a directory's special tokens; both files are optional, tokenizer_config.json wins."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        for key, value in read_json(path / name).items():
+        for key, value in read_json(path / name, optional=True).items():
             text = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(text, str):
                 found[key] = text
     return found
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} where the file is missing."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {one_line(error)}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} holds a {type(value).__name__} where a JSON object is expected")
-    return value
 
 
 def one_line(error: BaseException) -> str:
