@@ -122,7 +122,7 @@ class WholePrompts(TokenBudget):
 
 
 class TimeBudget:
-    """Seconds of predicted time for the whole step."""
+    """Seconds of predicted time for the whole step; `idle` where nobody beside the prefills is promised a gap."""
 
     def __init__(self, cost: CostModel, shape: StepShape, seconds: float, tokens: int, idle: bool) -> None:
         self.cost = cost
@@ -130,7 +130,7 @@ class TimeBudget:
         self.seconds = seconds
         self.tokens = tokens
         self.idle = idle
-        self.reason = "nobody decodes" if idle else "gap target"
+        self.reason = "no gap target" if idle else "gap target"
 
     def room(self, first: int, wanted: int) -> int:
         most = min(wanted, self.tokens)
@@ -147,7 +147,7 @@ class TimeBudget:
 
     def tighten(self, seconds: float) -> None:
         self.seconds = min(self.seconds, seconds / self.cost.margin)
-        if self.idle:  # a step may be long where nobody decodes, but a first token is not to wait for others' prompts
+        if self.idle:  # such a step may be long, but a first token is not to wait for others' prompts
             self.seconds = min(self.seconds, 2 * self.cost.predict(self.shape))
 
 
