@@ -2,17 +2,19 @@
 (exact, fast) and with a real one.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from weft.core import State
+from weft.core import Coefficients, CostModel, Policy, State, chunked, slo
 from weft.engine.loop import Loop
-from weft.engine.stream import Stream
+from weft.engine.stream import Standing, Stream
 
 BLOCK = 4
+TOY_COST = Coefficients(fixed=0.1, weights=0.2, token=0.05, pair=0.001, slice=0.01, decode=0.01, context=0.001)
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Arrival:
     turn: int  # of the loop, before which it arrives
     prompt: tuple[int, ...]
     max_tokens: int
-    priority: int
+    standing: Standing
     salt: str
     seed: int | None  # None: greedy
     life: int | None  # turns until it is aborted
@@ -34,6 +36,11 @@ class Case:
     seqs: int
     spare: int  # blocks beyond what the largest request needs
     caching: bool
+    by_slack: bool  # the order, classes and shares of `slo`, and its step times; else first come, first served
+
+    @property
+    def policy(self) -> Policy:
+        return slo(CostModel(TOY_COST), self.budget) if self.by_slack else chunked(self.budget)
 
     @property
     def num_blocks(self) -> int:
@@ -51,7 +58,14 @@ _arrivals = st.builds(
     turn=st.integers(0, 8),
     prompt=_prompts,
     max_tokens=st.integers(1, 24),
-    priority=st.integers(0, 1),
+    standing=st.builds(
+        Standing,
+        priority=st.integers(0, 1),
+        tenant=st.sampled_from(["", "", "a", "b"]),
+        batch=st.sampled_from([False, False, True]),
+        ttft_target=st.just(math.inf),  # promised nothing, so nobody is refused
+        gap_target=st.just(math.inf),
+    ),
     salt=st.sampled_from(["", "", "", "salt"]),
     seed=st.one_of(st.none(), st.integers(0, 3)),
     life=st.one_of(st.none(), st.none(), st.integers(0, 3), st.integers(0, 14)),
@@ -64,6 +78,7 @@ cases = st.builds(
     seqs=st.integers(2, 6),
     spare=st.integers(0, 6),
     caching=st.sampled_from([True, True, True, False]),
+    by_slack=st.booleans(),
 )
 
 

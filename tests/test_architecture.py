@@ -17,11 +17,11 @@ ALLOWED = {
     "kv": set(),
     "kernels": {"kv"},
     "models": {"kernels"},
-    "engine": {"core", "models", "kernels", "kv"},
+    "engine": {"core", "models", "kernels", "kv", "progress"},
     "progress": set(),
     "llm": {"engine", "text", "models", "progress"},
-    "bench": {"core", "engine"},
-    "cli": {"llm", "engine", "sim", "bench", "progress"},
+    "bench": {"core", "engine", "sim"},
+    "cli": {"core", "llm", "engine", "sim", "bench", "progress"},
 }
 
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import weft
 from weft import LLM, SamplingParams
-from weft.engine.engine import DEFAULT_MODEL
+from weft.llm import DEFAULT_MODEL
 from weft.models import load_config
 
 STORY = (

@@ -4,16 +4,16 @@ the block tables. A wrong block, a stale one or a wrong order gives a wrong toke
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.core import ChunkedPolicy, Scheduler, StepPlan
+from weft.core import Policy, Scheduler, StepPlan, chunked
 from weft.engine.executor import StepInputs, StepResult
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
-from weft.engine.stream import Stream
+from weft.engine.stream import Standing, Stream
 
 VOCAB = 50
 EOS = 0  # sampled about every fiftieth token
@@ -91,9 +91,10 @@ def toy_loop(
     seqs: int = 8,
     depth: int = 1,
     caching: bool = True,
+    policy: Policy | None = None,
 ) -> Loop:
     scheduler = Scheduler(
-        policy=ChunkedPolicy(budget),
+        policy=policy or chunked(budget),
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_seqs=seqs,
@@ -111,8 +112,8 @@ def toy_stream(
     *,
     block_size: int = 4,
     arrival: float = 0.0,
-    priority: int = 0,
     salt: str = "",
+    **standing: Any,
 ) -> Stream:
     return Stream.open(
         name,
@@ -124,5 +125,5 @@ def toy_stream(
         root=root_hash(salt),
         hashes=prompt_hashes(root_hash(salt), np.array(prompt, np.int32), block_size),
         arrival=arrival,
-        priority=priority,
+        standing=Standing(**standing),
     )

@@ -22,6 +22,10 @@ class PromptError(RequestError):
         self.reason = reason
 
 
+class QueueFullError(RequestError):
+    """Too much waits already; the same request may be welcome later."""
+
+
 class EngineError(WeftError):
     """The engine could not finish a request through no fault of the request."""
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.engine.engine import DEFAULT_MODEL, Engine
+from weft.engine.build import build_engine
+from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
 from weft.engine.loop import TokenEvent
 from weft.engine.options import EngineOptions
@@ -19,6 +20,7 @@ from weft.text.chat import ChatTemplate
 from weft.text.output import TextStream
 from weft.text.tokenizer import Tokenizer
 
+DEFAULT_MODEL = Path(__file__).parent / "default_model"
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -33,6 +35,9 @@ class Metrics:
     ttft: float  # queue + prefill
     cached_tokens: int  # of the prompt, found in the prefix cache
     preemptions: int
+    gap_target: float  # promised time between tokens, as it took force; infinite: none
+    ttft_target: float  # promised time to the first token; infinite: none
+    predicted_ttft: float | None  # as of its arrival, or of its refusal; None: nobody predicted
 
 
 @dataclass(slots=True)
@@ -103,7 +108,7 @@ class LLM:
         self.chat_template = ChatTemplate.load(self.path)
         self.default_params = _recommended(self.path)
         eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
-        self.engine = Engine.build(self.options, self.path, () if eos is None else (eos,))
+        self.engine = build_engine(self.options, self.path, () if eos is None else (eos,))
         self._readers: dict[str, _Reader] = {}
         self._closed = False
 
@@ -114,25 +119,33 @@ class LLM:
         *,
         progress: bool = True,
         priority: int = 0,
+        tenant: str = "",
+        batch: bool = False,
+        gap_target_ms: float | None = None,
+        ttft_target_ms: float | None = None,
         cache_salt: str = "",
     ) -> list[Generation]:
         """Completes every prompt (text or token ids), in the order given. Shows a progress bar unless told not to.
 
         Without `sampling_params`, the model's own recommendation is taken (`default_params`).
-        A lower `priority` goes first. Prompts share cached prefixes only with prompts of the same `cache_salt`.
+        A lower `priority` goes first; tenants share by tokens; `batch` fills the slack behind everybody else. Where the
+        LLM was made with targets, a request may have its own; one that could not be kept is refused (finish_reason
+        "refused", with the reason in numbers in `metrics`). Prompts share cached prefixes only with prompts of the same
+        `cache_salt`.
         """
-        batch = _as_batch(prompts)
-        params = _as_params(self.default_params if sampling_params is None else sampling_params, len(batch))
+        every = _as_batch(prompts)
+        params = _as_params(self.default_params if sampling_params is None else sampling_params, len(every))
+        wishes = Wishes(priority, tenant, batch, gap_target_ms, ttft_target_ms)
         groups = []
-        for number, (prompt, wishes) in enumerate(zip(batch, params, strict=True)):
+        for number, (prompt, own) in enumerate(zip(every, params, strict=True)):
             try:
-                groups.append(self._open(prompt, wishes, priority, cache_salt))
+                groups.append(self._open(prompt, own, wishes, cache_salt))
             except RequestError as error:
                 raise PromptError(number, str(error)) from None
         self._run([reader for group in groups for reader in group], progress)
         return [
             _generation(prompt if isinstance(prompt, str) else None, group)
-            for prompt, group in zip(batch, groups, strict=True)
+            for prompt, group in zip(every, groups, strict=True)
         ]
 
     def chat(
@@ -163,13 +176,18 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        tenant: str = "",
+        batch: bool = False,
+        gap_target_ms: float | None = None,
+        ttft_target_ms: float | None = None,
         cache_salt: str = "",
     ) -> Iterator[Delta]:
         """Completes one prompt, piece by piece. It starts with the first piece asked for; closing it ends it."""
         params = sampling_params or self.default_params
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one completion; open several, or use generate")
-        (reader,) = self._open(prompt, params, priority, cache_salt)
+        wishes = Wishes(priority, tenant, batch, gap_target_ms, ttft_target_ms)
+        (reader,) = self._open(prompt, params, wishes, cache_salt)
         return self._follow(reader)
 
     def close(self) -> None:
@@ -217,11 +235,11 @@ class LLM:
         finally:
             self._forget(readers)
 
-    def _open(self, prompt: Prompt, params: SamplingParams, priority: int, salt: str) -> list["_Reader"]:
+    def _open(self, prompt: Prompt, params: SamplingParams, wishes: Wishes, salt: str) -> list["_Reader"]:
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need text, but the model directory has no tokenizer: use stop_token_ids")
         ids = self._tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
-        streams = self.engine.open_streams(ids, params, priority=priority, salt=salt)
+        streams = self.engine.open_streams(ids, params, wishes=wishes, salt=salt)
         return [_Reader(stream, self.tokenizer) for stream in streams]
 
     def _tokenizer(self) -> Tokenizer:
@@ -366,4 +384,7 @@ def _metrics(stream: Stream) -> Metrics:
         ttft=first - request.arrival,
         cached_tokens=request.cached_tokens,
         preemptions=request.preemptions,
+        gap_target=request.gap_target,
+        ttft_target=request.ttft_target,
+        predicted_ttft=request.predicted_ttft,
     )

@@ -14,7 +14,7 @@ def digests(*names: str) -> list[bytes]:
 def test_blocks_come_in_order_and_return_to_be_used_again() -> None:
     pool = BlockPool(4)
     assert pool.allocate(3) == [0, 1, 2]
-    pool.release([0, 1], keep=lambda block: False)
+    pool.release([0, 1])
     assert pool.num_free == 3
     pool.check_integrity()
     assert sorted(pool.allocate(3)) == [0, 1, 3]
@@ -26,9 +26,8 @@ def test_a_request_s_tail_is_evicted_before_its_head_and_worthless_blocks_before
     pool = BlockPool(4)
     cache = PrefixCache(pool)
     blocks = pool.allocate(4)
-    for digest, block in zip(digests("a", "ab", "abc"), blocks[:3], strict=True):
-        cache.insert(digest, block)
-    pool.release(blocks, keep=cache.holds)
+    cache.insert(digests("a", "ab", "abc"), blocks[:3])
+    pool.release(blocks, keep=cache.named)
     assert pool.free_blocks() == [3, 2, 1, 0]  # 3 has no name, 2 is the tail of the prefix
     pool.allocate(2)
     assert cache.match(digests("a", "ab", "abc"), 0, 3) == [0, 1]
@@ -38,8 +37,8 @@ def test_a_cached_block_leaves_the_free_list_when_it_is_retained() -> None:
     pool = BlockPool(2)
     cache = PrefixCache(pool)
     (block,) = pool.allocate(1)
-    cache.insert(b"a", block)
-    pool.release([block], keep=cache.holds)
+    cache.insert([b"a"], [block])
+    pool.release([block], keep=cache.named)
     pool.retain(block)
     assert pool.num_free == 1
     assert pool.allocate(1) != [block]
@@ -50,16 +49,16 @@ def test_the_first_block_with_a_content_keeps_its_name() -> None:
     pool = BlockPool(2)
     cache = PrefixCache(pool)
     first, second = pool.allocate(2)
-    cache.insert(b"a", first)
-    cache.insert(b"a", second)
+    cache.insert([b"a"], [first])
+    cache.insert([b"a"], [second])
     assert cache.match([b"a"], 0, 1) == [first]
-    assert not cache.holds(second)
+    assert second not in cache.named
 
 
 def test_a_disabled_cache_finds_nothing() -> None:
     pool = BlockPool(2)
     cache = PrefixCache(pool, enabled=False)
-    cache.insert(b"a", pool.allocate(1)[0])
+    cache.insert([b"a"], pool.allocate(1))
     assert cache.match([b"a"], 0, 1) == []
 
 
@@ -72,9 +71,9 @@ def test_any_order_of_operations_keeps_the_books_balanced(script: list[tuple[str
         if action == "take" and pool.num_free:
             held += pool.allocate(1)
         elif action == "drop" and held:
-            pool.release([held.pop(number % len(held))], keep=cache.holds)
+            pool.release([held.pop(number % len(held))], keep=cache.named)
         elif action == "name" and held:
-            cache.insert(bytes([number]), held[number % len(held)])
+            cache.insert([bytes([number])], [held[number % len(held)]])
         elif action == "share" and (found := cache.match([bytes([number])], 0, 1)):
             pool.retain(found[0])
             held.append(found[0])

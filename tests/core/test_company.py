@@ -16,7 +16,7 @@ def open_stream(name: str, arrival: Arrival, now: float) -> Stream:
         arrival.max_tokens,
         block_size=BLOCK,
         arrival=now,
-        priority=arrival.priority,
+        **arrival.standing._asdict(),
         salt=arrival.salt,
     )
 
@@ -30,7 +30,7 @@ def test_company_never_changes_tokens() -> None:
         loop = toy_loop(
             num_blocks=case.num_blocks,
             block_size=BLOCK,
-            budget=case.budget,
+            policy=case.policy,
             seqs=case.seqs,
             depth=case.depth,
             caching=case.caching,

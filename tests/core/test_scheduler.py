@@ -3,7 +3,7 @@
 import pytest
 
 from tests.toy import ToyExecutor, solo, toy_loop, toy_stream
-from weft.core import Coefficients, CostModel, Request, SloPolicy, State, StepPlan
+from weft.core import Coefficients, CostModel, Request, State, StepPlan, slo
 from weft.engine.loop import Loop
 from weft.engine.stream import Stream
 from weft.errors import RequestError
@@ -203,7 +203,7 @@ def test_impossible_requests_are_refused_with_the_numbers() -> None:
 def test_what_cannot_be_in_time_is_refused_before_anything_is_computed() -> None:
     loop = toy_loop(num_blocks=600, budget=64, depth=1)
     # A token takes a second; nothing else costs anything.
-    loop.scheduler.policy = SloPolicy(CostModel(Coefficients(0, 0, 1.0, 0, 0, 0, 0), spread=0.0), 64)
+    loop.scheduler.policy = slo(CostModel(Coefficients(0, 0, 1.0, 0, 0, 0, 0), spread=0.0), 64)
     hopeless, fine = toy_stream("hopeless", prompt(1, 40), 2), toy_stream("fine", prompt(2, 40), 2)
     hopeless.request.ttft_target = 30.0
     for stream in (hopeless, fine):

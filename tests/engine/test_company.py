@@ -11,11 +11,11 @@ from hypothesis import given, settings
 
 from tests.company import BLOCK, Arrival, Case, assert_it_really_happened, cases, play
 from tests.engine.tiny import tiny_directory
-from weft.core import ChunkedPolicy, Scheduler
+from weft.core import Scheduler
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
-from weft.engine.stream import Stream
+from weft.engine.stream import Standing, Stream
 from weft.engine.torch_executor import TorchExecutor
 from weft.kv import KVPool
 from weft.models import CausalLM, load_config, load_model
@@ -49,7 +49,7 @@ def open_stream(name: str, arrival: Arrival, now: float) -> Stream:
         root=root_hash(arrival.salt),
         hashes=prompt_hashes(root_hash(arrival.salt), np.array(arrival.prompt, np.int32), BLOCK),
         arrival=now,
-        priority=arrival.priority,
+        standing=arrival.standing,
     )
 
 
@@ -65,7 +65,7 @@ def torch_loop(model: CausalLM, case: Case) -> Loop:
         device=CPU,
     )
     scheduler = Scheduler(
-        policy=ChunkedPolicy(case.budget),
+        policy=case.policy,
         num_blocks=case.num_blocks,
         block_size=BLOCK,
         max_num_seqs=case.seqs,
@@ -82,8 +82,8 @@ def test_company_never_changes_tokens(model: CausalLM) -> None:
 
     @cache
     def alone(prompt: tuple[int, ...], max_tokens: int, seed: int | None) -> list[int]:
-        arrival = Arrival(0, prompt, max_tokens, 0, "", seed, None)
-        loop = torch_loop(model, Case((arrival,), depth=0, budget=64, seqs=1, spare=0, caching=False))
+        arrival = Arrival(0, prompt, max_tokens, Standing(), "", seed, None)
+        loop = torch_loop(model, Case((arrival,), depth=0, budget=64, seqs=1, spare=0, caching=False, by_slack=False))
         stream = open_stream("alone", arrival, 0.0)
         loop.add(stream)
         while loop.has_work:

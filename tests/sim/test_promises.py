@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.core import CostModel, Scheduler, SloPolicy, StepPlan
+from weft.core import CostModel, Scheduler, StepPlan, Targets, slo
 from weft.sim.profiles import load_profile
-from weft.sim.simulator import Targets, Truth, play
+from weft.sim.simulator import Truth, play
 from weft.sim.traces import Arrival, Trace
 
 PROFILE = load_profile("h200-llama-3-8b")
@@ -34,7 +34,7 @@ class Watched(Scheduler):
 
     def __init__(self) -> None:
         # An exact model has no error to allow for.
-        policy = SloPolicy(CostModel(COST, spread=0.0), PROFILE.max_num_batched_tokens)
+        policy = slo(CostModel(COST, spread=0.0), PROFILE.max_num_batched_tokens)
         super().__init__(policy=policy, num_blocks=200_000, block_size=16, max_num_seqs=1024)
         self.plans: list[StepPlan] = []
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.core import ChunkedPolicy, Scheduler, StepPlan
+from weft.core import Scheduler, StepPlan, chunked
 from weft.engine.executor import StepInputs, StepResult
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
@@ -49,7 +49,7 @@ def measure(running: int, steps: int = STEPS, progress: Callable[[int], None] = 
     rng = random.Random(0)
     records: list[object] = []
     scheduler = Scheduler(
-        policy=ChunkedPolicy(max(8192, 2 * running)), num_blocks=80 * running, block_size=BLOCK, max_num_seqs=running
+        policy=chunked(max(8192, 2 * running)), num_blocks=80 * running, block_size=BLOCK, max_num_seqs=running
     )
     loop = Loop(scheduler, _Instant(), on_record=records.append)
     numbers = iter(range(10**9))

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import fields, replace
 from typing import Any
 
-from weft.engine.options import EngineOptions
+from weft.engine.options import POLICIES, EngineOptions
 from weft.engine.params import SamplingParams
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -44,6 +44,35 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="keep the KV cache of prompts and reuse it where another begins alike (default: on)",
     )
+    promises = parser.add_argument_group(
+        "promises",
+        "With a target, the device is measured once (weft calibrate); what cannot be kept is refused.",
+    )
+    promise = promises.add_argument
+    promise(
+        "--policy",
+        choices=POLICIES,
+        default="slo",
+        help="slo: prefill gets what the targets leave; without a target, or with chunked, --max-num-batched-tokens; "
+        "monolithic: whole prompts, while everybody waits (default: slo)",
+    )
+    promise("--gap-target-ms", type=float, metavar="MS", help="promised time between tokens (default: none)")
+    promise("--ttft-target-ms", type=float, metavar="MS", help="promised time to the first token (default: none)")
+    promise(
+        "--ttft-target-per-1k-ms",
+        type=float,
+        metavar="MS",
+        default=0.0,
+        help="and on top of it, per 1,000 prompt tokens (default: 0)",
+    )
+    promise(
+        "--min-gap-target-ms",
+        type=float,
+        metavar="MS",
+        help="a smaller wish for the time between tokens is raised to this (default: 1.5 measured decode steps)",
+    )
+    promise("--max-queued-requests", type=int, metavar="N", help="more that wait are turned away (default: no limit)")
+    promise("--max-queued-tokens", type=int, metavar="N", help="of waiting prompts, likewise (default: no limit)")
     add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights (default: auto)")
 
 

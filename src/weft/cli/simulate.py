@@ -1,4 +1,4 @@
-"""`weft simulate`: plays a trace against the scheduler that serves, under a virtual clock."""
+"""`weft simulate`: plays a trace, or invented traffic, against the scheduler that serves, under a virtual clock."""
 
 import argparse
 import json
@@ -24,6 +24,13 @@ policies:
 A promise is kept if the first token comes within its target and 99% of the gaps between tokens are within theirs; a
 refused request is a broken promise. Goodput is kept promises in a second of arrivals. --noise and --bias make the steps
 take longer than the scheduler is told.
+
+workloads:
+  poisson:rate=R,prompt=L,output=L,duration=S        arrivals at random, R in a second, for S seconds
+  gamma:rate=R,cv=C,prompt=L,output=L,duration=S     gaps between them with a coefficient of variation of C: 1 is
+                                                     poisson, 3 comes in bursts
+  L is fixed:N, uniform:A:B, lognormal:MEDIAN:SIGMA or exponential:MEAN, in tokens, cut to what the context holds.
+  Such as --workload "gamma:rate=5,cv=3,prompt=lognormal:1000:1.0,output=uniform:50:400,duration=600"
 """
 
 
@@ -36,7 +43,9 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--trace", type=Path, required=True, metavar="FILE", help="Azure's CSV or Mooncake's JSON lines")
+    traffic = parser.add_mutually_exclusive_group(required=True)
+    traffic.add_argument("--trace", type=Path, metavar="FILE", help="Azure's CSV or Mooncake's JSON lines")
+    traffic.add_argument("--workload", metavar="SPEC", help="invented traffic instead of a trace, see below")
     add(
         "--profile", required=True, metavar="NAME", help="hardware profile: a name that ships with weft, or a JSON file"
     )
@@ -65,17 +74,18 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     add(
         "--bias", type=float, default=0.0, metavar="SHARE", help="steps take this much longer, such as 0.1 (default: 0)"
     )
-    add("--seed", type=int, default=0, metavar="N", help="of the noise (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="of the noise and the workload (default: 0)")
     add("--json", type=Path, metavar="FILE", help="also write a list with one object a policy")
     add("--no-progress", dest="progress", action="store_false", help="no progress bar")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from weft.core import Targets
     from weft.progress import work_progress
     from weft.sim.compare import make_policy, report, run_policy
     from weft.sim.profiles import load_profile
-    from weft.sim.simulator import Targets, Truth
+    from weft.sim.simulator import Truth
 
     _check(arguments)
     profile = load_profile(arguments.profile)
@@ -119,8 +129,12 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _trace(arguments: argparse.Namespace, max_model_len: int) -> "Trace":
     from weft.sim.traces import load_trace
+    from weft.sim.workloads import parse_workload
 
-    trace = load_trace(arguments.trace)
+    if arguments.workload is not None:
+        trace = parse_workload(arguments.workload).trace(arguments.seed, max_model_len)
+    else:
+        trace = load_trace(arguments.trace)
     if trace.was_unsorted:
         print(f"weft: {arguments.trace} was not in order of time; it was sorted", file=sys.stderr)
     if arguments.duration is not None:

@@ -2,8 +2,9 @@
 
 from weft.core.blocks import BlockPool
 from weft.core.cost import Coefficients, CostModel, StepShape
-from weft.core.policies import ChunkedPolicy, MonolithicPolicy, Policy, SloPolicy
+from weft.core.policies import Policy, chunked, monolithic, slo, slo_order
 from weft.core.prefix import PrefixCache
+from weft.core.promises import Targets
 from weft.core.request import Request, State
 from weft.core.scheduler import Scheduler
 from weft.core.step import BlockUpdates, Outcome, Slice, StepPlan, StepRecord
@@ -11,19 +12,21 @@ from weft.core.step import BlockUpdates, Outcome, Slice, StepPlan, StepRecord
 __all__ = [
     "BlockPool",
     "BlockUpdates",
-    "ChunkedPolicy",
     "Coefficients",
     "CostModel",
-    "MonolithicPolicy",
     "Outcome",
     "Policy",
     "PrefixCache",
     "Request",
     "Scheduler",
     "Slice",
-    "SloPolicy",
     "State",
     "StepPlan",
     "StepRecord",
     "StepShape",
+    "Targets",
+    "chunked",
+    "monolithic",
+    "slo",
+    "slo_order",
 ]

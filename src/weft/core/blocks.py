@@ -1,6 +1,6 @@
 """BlockPool: who holds which KV block, and in which order unused ones are given out again."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Sequence
 
 
 class BlockPool:
@@ -17,8 +17,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.refs = [0] * num_blocks
-        # Names a block whose content is about to be lost; the prefix cache listens.
-        self.on_evict: Callable[[int], None] = lambda block: None
+        # Names blocks whose content is about to be lost; the prefix cache listens.
+        self.on_evict: Callable[[list[int]], None] = lambda blocks: None
         self._end = num_blocks  # sentinel: next[end] is the front, prev[end] the back
         self._next = [*range(1, num_blocks + 1), 0]
         self._prev = [num_blocks, *range(num_blocks)]
@@ -27,13 +27,17 @@ class BlockPool:
         """Takes `count` blocks, each with one reference. The caller has made sure that they are there."""
         if count > self.num_free:
             raise ValueError(f"{count} blocks asked of a pool with {self.num_free} free")
-        taken = []
+        taken: list[int] = []
+        following, refs = self._next, self.refs  # a long prompt takes thousands at once
+        block = following[self._end]
         for _ in range(count):
-            block = self._next[self._end]
-            self._unlink(block)
-            self.on_evict(block)
-            self.refs[block] = 1
             taken.append(block)
+            refs[block] = 1
+            block = following[block]
+        following[self._end] = block
+        self._prev[block] = self._end
+        self.num_free -= count
+        self.on_evict(taken)
         return taken
 
     def retain(self, block: int) -> None:
@@ -42,15 +46,21 @@ class BlockPool:
             self._unlink(block)
         self.refs[block] += 1
 
-    def release(self, blocks: Iterable[int], keep: Callable[[int], bool]) -> None:
+    def release(self, blocks: Sequence[int], keep: Container[int] = ()) -> None:
         """Drops one reference each. Unused blocks with content to keep queue at the back, the others at the front.
 
         Blocks come in table order and are released from the tail, so that a prefix outlives what hangs on it.
         """
-        for block in reversed(list(blocks)):
-            self.refs[block] -= 1
-            if self.refs[block] == 0:
-                self._link(block, self._end if keep(block) else self._next[self._end])
+        refs = self.refs
+        kept: list[int] = []
+        worthless: list[int] = []
+        for block in reversed(blocks):
+            refs[block] -= 1
+            if not refs[block]:
+                (kept if block in keep else worthless).append(block)
+        worthless.reverse()
+        self._link(worthless, self._next[self._end])
+        self._link(kept, self._end)
 
     def free_blocks(self) -> list[int]:
         """The free list, next to be given out first."""
@@ -74,9 +84,13 @@ class BlockPool:
         self._next[before], self._prev[after] = after, before
         self.num_free -= 1
 
-    def _link(self, block: int, after: int) -> None:
-        """Puts a block into the free list in front of `after`."""
-        before = self._prev[after]
-        self._next[before] = self._prev[after] = block
-        self._prev[block], self._next[block] = before, after
-        self.num_free += 1
+    def _link(self, blocks: list[int], after: int) -> None:
+        """Puts blocks into the free list, in this order, in front of `after`."""
+        following, previous = self._next, self._prev
+        before = previous[after]
+        for block in blocks:
+            following[before] = block
+            previous[block] = before
+            before = block
+        following[before], previous[after] = after, before
+        self.num_free += len(blocks)

@@ -5,12 +5,15 @@ longer bounds it; attention comes on top: prefill pays for pairs of query and ke
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from weft.core.refit import Refit
 
 
 class StepShape(NamedTuple):
@@ -21,6 +24,7 @@ class StepShape(NamedTuple):
     slices: int = 0  # prefill slices
     decodes: int = 0
     context: int = 0  # tokens of context that its decodes read
+    reach: int = 0  # tokens of context that its prefill slices read, their own included
 
 
 def slice_pairs(first: int, count: int) -> float:
@@ -39,6 +43,7 @@ class Coefficients:
     slice: float  # one prefill slice more
     decode: float  # one decode more
     context: float  # one token of context that a decode reads
+    reach: float = 0.0  # one token of context that a prefill slice reads, however many queries it brings
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -46,7 +51,7 @@ class Coefficients:
                 raise ValueError(f"coefficient {name}={value} must be a number of seconds, at least 0")
 
     def predict(self, shape: StepShape) -> float:
-        tokens, pairs, slices, decodes, context = shape
+        tokens, pairs, slices, decodes, context, reach = shape
         return (
             self.fixed
             + max(self.weights, self.token * tokens)
@@ -54,6 +59,7 @@ class Coefficients:
             + self.slice * slices
             + self.decode * decodes
             + self.context * context
+            + self.reach * reach
         )
 
     def prefill_seconds(self, first: int, count: int) -> float:
@@ -64,84 +70,162 @@ class Coefficients:
         """The most tokens of a prefill behind `first` (up to `most`) that keep a step of `shape` within `limit`."""
         if self.predict(with_slice(shape, first, most)) <= limit:
             return most
-        fits, fails = 0, most
-        while fails - fits > 1:
-            middle = (fits + fails) // 2
-            if self.predict(with_slice(shape, first, middle)) <= limit:
-                fits = middle
-            else:
-                fails = middle
-        return fits
+        # Seconds grow with the square of the slice; they must fit whether arithmetic or bytes bind. Rounding is put
+        # right by a step or two.
+        spare = limit - self.predict(with_slice(shape, first, 0)) + max(self.weights, self.token * shape.tokens)
+        square, linear = self.pair / 2, self.pair * (first + 0.5) + self.reach
+        by_work = _positive_root(square, linear + self.token, spare - self.token * shape.tokens)
+        by_bytes = _positive_root(square, linear, spare - self.weights)
+        count = int(min(by_work, by_bytes, most - 1))
+        while count > 0 and self.predict(with_slice(shape, first, count)) > limit:
+            count -= 1
+        while count < most and self.predict(with_slice(shape, first, count + 1)) <= limit:
+            count += 1
+        return count
+
+
+def _positive_root(square: float, linear: float, amount: float) -> float:
+    """The largest x with square * x * x + linear * x <= amount; 0 where there is none above."""
+    if amount <= 0:
+        return 0.0
+    divisor = linear + math.sqrt(linear * linear + 4 * square * amount)
+    return 2 * amount / divisor if divisor > 0 else math.inf
 
 
 def with_slice(shape: StepShape, first: int, count: int) -> StepShape:
     """The shape with one prefill slice more."""
-    tokens, pairs, slices, decodes, context = shape
-    return StepShape(tokens + count, pairs + slice_pairs(first, count), slices + 1, decodes, context)
+    tokens, pairs, slices, decodes, context, reach = shape
+    pairs += slice_pairs(first, count)
+    return StepShape(tokens + count, pairs, slices + 1, decodes, context, reach + first + count)
 
 
-class CostModel:
-    """Coefficients in force, and what was learnt of their error: measured over predicted, on a logarithmic scale.
+FIT_ROUNDS = 20
+HUBER = 1.345  # spreads from where on an error counts in proportion to its size
 
-    `margin` is what a prediction must be multiplied with so that only a few steps in ten thousand take longer.
-    """
 
-    SPREADS = 3.5  # standard deviations above the mean
-    MEMORY = 256  # steps over which the error is averaged
+class Errors(NamedTuple):
+    """How far steps were from what was predicted of them: |measured / predicted - 1|."""
 
-    def __init__(self, coefficients: Coefficients, mean: float = 0.0, spread: float = 0.05) -> None:
-        self.coefficients = coefficients
+    p50: float
+    p99: float
+
+
+class Drift:
+    """What was learnt of one kind of step: logarithm of measured over predicted, its mean and its variance."""
+
+    MEMORY = 256  # steps over which it is averaged
+    PRIOR = 16  # steps that what was given at the start counts for
+    SPREADS = 3.5  # standard deviations above the mean: only a few steps in ten thousand take longer
+
+    def __init__(self, mean: float, variance: float) -> None:
         self.mean = mean
-        self.variance = spread**2
+        self.variance = variance
+        self._seen = self.PRIOR
+
+    @property
+    def bias(self) -> float:
+        """By how much steps take longer than predicted, on average."""
+        return math.exp(self.mean)
 
     @property
     def margin(self) -> float:
+        """What a prediction must be multiplied with so that hardly any step takes longer."""
         return math.exp(self.mean + self.SPREADS * math.sqrt(self.variance))
+
+    def observe(self, error: float) -> None:
+        """A hiccup (a step many times longer than predicted) counts as three spreads, no more."""
+        most = 3 * math.sqrt(self.variance) + 0.02
+        error = min(max(error - self.mean, -most), most)
+        self._seen = min(self._seen + 1, self.MEMORY)
+        weight = 1 / self._seen
+        self.mean += weight * error
+        self.variance += weight * ((1 - weight) * error * error - self.variance)
+
+
+class CostModel:
+    """Coefficients in force, and what was learnt of their error, for steps with prefill and for those without.
+
+    With `refit`, the coefficients themselves are learnt from what is served as well; they change within `observe` only.
+    """
+
+    REPORTED = 1024  # steps that `errors` tells of
+    STALE = 2  # steps after new coefficients that may have been planned with the old ones: one in flight, one to spare
+
+    def __init__(self, coefficients: Coefficients, mean: float = 0.0, spread: float = 0.05, refit: bool = True) -> None:
+        self.coefficients = coefficients
+        self.prefill = Drift(mean, spread**2)
+        self.decode = Drift(mean, spread**2)
+        self._refit = Refit(coefficients) if refit else None
+        self._stale = 0
+        self._errors: deque[float] = deque(maxlen=self.REPORTED)
+
+    @property
+    def bias(self) -> float:
+        return self.prefill.bias
+
+    @property
+    def margin(self) -> float:
+        return self.prefill.margin
 
     def predict(self, shape: StepShape) -> float:
         return self.coefficients.predict(shape)
 
-    def observe(self, predicted: float, measured: float) -> None:
-        """Learns from one step. A hiccup (a step many times longer than predicted) counts as three spreads, no more."""
+    def observe(self, shape: StepShape, predicted: float, measured: float) -> None:
+        """Learns from one step."""
         if predicted <= 0 or measured <= 0:
             return
-        spread = math.sqrt(self.variance)
-        error = math.log(measured / predicted) - self.mean
-        error = min(max(error, -3 * spread - 0.02), 3 * spread + 0.02)
-        weight = 1 / self.MEMORY
-        self.mean += weight * error
-        self.variance += weight * (error * error - self.variance)
+        self._errors.append(abs(measured / predicted - 1))  # as it was planned, so with old coefficients if need be
+        if self._stale:
+            self._stale -= 1
+            predicted = self.coefficients.predict(shape) or predicted
+        (self.prefill if shape.slices else self.decode).observe(math.log(measured / predicted))
+        if self._refit is not None:
+            better = self._refit.observe(shape, measured)
+            if better is not None:
+                self.coefficients = better
+                self.prefill = Drift(self._refit.mean, self._refit.variance)
+                self.decode = Drift(self._refit.mean, self._refit.variance)
+                self._stale = self.STALE
+
+    def errors(self) -> Errors | None:
+        """The error of the last thousand steps; None where nothing was observed."""
+        if not self._errors:
+            return None
+        p50, p99 = np.percentile(self._errors, (50, 99)).tolist()
+        return Errors(p50, p99)
 
 
 def fit(shapes: Sequence[StepShape], seconds: Sequence[float]) -> Coefficients:
     """The coefficients that explain measurements best, in relative error, none of them negative.
 
-    Which steps are bound by bytes depends on the coefficients, so the two are found in turns.
+    Which steps are bound by bytes depends on the coefficients, so the two are found in turns; and a measurement that is
+    far off counts in proportion to its error, not to the square of it.
     """
     features = np.array(shapes, np.float64)
     tokens, others = features[:, :1], features[:, 1:]
     measured = np.array(seconds, np.float64)
     by_bytes = tokens <= np.median(tokens)
-    solution = np.zeros(7)
-    for _ in range(20):
+    trust = np.ones(len(measured))
+    solution = np.zeros(3 + others.shape[1])
+    for _ in range(FIT_ROUNDS):
         # Columns: fixed and token where arithmetic binds, fixed + weights where bytes do, then what both share.
-        design = np.hstack([~by_bytes, by_bytes, tokens * ~by_bytes, others])
-        solution = _non_negative(design / measured[:, None])
-        weights = max(0.0, solution[1] - solution[0])
-        now_by_bytes = solution[2] * tokens <= weights
-        if np.array_equal(now_by_bytes, by_bytes):
-            break
-        by_bytes = now_by_bytes
+        design = np.hstack([~by_bytes, by_bytes, tokens * ~by_bytes, others]) / measured[:, None]
+        solution = _non_negative(design, trust)
+        errors = np.abs(1 - design @ solution)
+        spread = max(1.4826 * float(np.median(errors)), 0.01)
+        trust = np.minimum(1.0, HUBER * spread / np.maximum(errors, 1e-12))
+        by_bytes = solution[2] * tokens <= max(0.0, solution[1] - solution[0])
     fixed, with_weights, *rest = solution.tolist()
     return Coefficients(fixed, max(0.0, with_weights - fixed), *rest)
 
 
-def _non_negative(design: NDArray[np.float64]) -> NDArray[np.float64]:
-    """x >= 0 that brings design @ x near one: least squares, leaving out what would come out negative."""
-    scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
-    used = list(range(design.shape[1]))
+def _non_negative(design: NDArray[np.float64], trust: NDArray[np.float64]) -> NDArray[np.float64]:
+    """x >= 0 that brings design @ x near one: weighted least squares, leaving out what would come out negative."""
+    scale = np.abs(design).max(axis=0)
+    used = np.flatnonzero(scale > 0).tolist()  # what no step has says nothing
+    weight = np.sqrt(trust)
     while used:
-        values = np.linalg.lstsq(design[:, used] / scale[used], np.ones(len(design)), rcond=None)[0]
+        values = np.linalg.lstsq(design[:, used] / scale[used] * weight[:, None], weight, rcond=None)[0]
         if values.min() >= 0:
             break
         used.pop(int(values.argmin()))

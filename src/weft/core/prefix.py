@@ -1,6 +1,6 @@
 """PrefixCache: which block holds the content with which hash. It names blocks; the pool owns them."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 
 from weft.core.blocks import BlockPool
 
@@ -24,21 +24,28 @@ class PrefixCache:
     def match(self, hashes: Sequence[Hashable], start: int, stop: int) -> list[int]:
         """Blocks for hashes[start:stop], up to the first that is missing. No reference is taken."""
         found: list[int] = []
+        block_of = self._block_of
         for index in range(start, min(stop, len(hashes))):
-            block = self._block_of.get(hashes[index])
+            block = block_of.get(hashes[index])
             if block is None:
                 break
             found.append(block)
         return found
 
-    def insert(self, digest: Hashable, block: int) -> None:
-        """Names a block. The first block with a content keeps the name: others hold equal content and stay nameless."""
-        if self.enabled and digest not in self._block_of and block not in self._hash_of:
-            self._block_of[digest] = block
-            self._hash_of[block] = digest
+    def insert(self, hashes: Sequence[Hashable], blocks: Sequence[int]) -> None:
+        """Names blocks. The first block with a content keeps the name: others hold equal content and stay nameless."""
+        if not self.enabled:
+            return
+        block_of, hash_of = self._block_of, self._hash_of
+        for digest, block in zip(hashes, blocks, strict=True):
+            if digest not in block_of and block not in hash_of:
+                block_of[digest] = block
+                hash_of[block] = digest
 
-    def holds(self, block: int) -> bool:
-        return block in self._hash_of
+    @property
+    def named(self) -> Container[int]:
+        """The blocks that have a name."""
+        return self._hash_of
 
     def clear(self) -> None:
         """Forgets every name; blocks in use stay with their users."""
@@ -51,7 +58,9 @@ class PrefixCache:
             "a name points elsewhere"
         )
 
-    def _forget(self, block: int) -> None:
-        digest = self._hash_of.pop(block, None)
-        if digest is not None:
-            del self._block_of[digest]
+    def _forget(self, blocks: list[int]) -> None:
+        block_of, hash_of = self._block_of, self._hash_of
+        for block in blocks:
+            digest = hash_of.pop(block, None)
+            if digest is not None:
+                del block_of[digest]

@@ -5,6 +5,10 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from weft.core.tenants import Account
+
+Rank = tuple[float | str, ...]  # smaller goes first
+
 
 class State(enum.Enum):
     WAITING = "waiting"  # in the queue: new, or preempted
@@ -32,7 +36,8 @@ class Request:
     finish_reason: str | None = None
     slot: int = -1  # -1: none. Kept after the seat is given up while a step in flight still names it.
     known: int = 0  # tokens to compute on (re)admission: the prompt, plus what was sampled before a preemption
-    rank: tuple[float, ...] = ()  # the policy's order among prefills; smaller goes first
+    rank: Rank = ()  # class (two numbers), then the policy's order among the prefills of that class
+    account: Account | None = None  # its tenant's, while it waits or runs
     expected_hits: int = 0  # prompt tokens that were in the prefix cache when it was screened
     blocks: list[int] = field(default_factory=list)
     named: int = 0  # of its blocks, how many were offered to the prefix cache
@@ -59,6 +64,6 @@ class Request:
         return self.arrival + self.ttft_target
 
     @property
-    def age_key(self) -> tuple[int, float, str]:
-        """Sorts by who may go first: class, then arrival. The smallest of all is never a victim."""
-        return (self.priority, self.arrival, self.id)
+    def age_key(self) -> tuple[bool, int, float, str]:
+        """Class, then arrival: who is smaller is senior."""
+        return (self.batch, self.priority, self.arrival, self.id)

@@ -15,7 +15,7 @@ class Slots:
     """
 
     def __init__(self, seats: int) -> None:
-        size = 2 * seats
+        size = self.size_for(seats)
         self.size = size
         self.known = np.zeros(size, np.int64)  # tokens that exist, a planned sample included
         self.planned = np.zeros(size, np.int64)  # tokens that some plan has computed or will
@@ -27,6 +27,10 @@ class Slots:
         self.in_flight = np.zeros(size, np.int64)  # submitted steps that name the row and are not committed
         self.occupant: list[Request | None] = [None] * size
         self._free = deque(range(size))
+
+    @staticmethod
+    def size_for(seats: int) -> int:
+        return 2 * seats
 
     def take(self, request: Request) -> int:
         slot = self._free.popleft()

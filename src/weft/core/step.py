@@ -46,6 +46,7 @@ class StepPlan:
     new_blocks: BlockUpdates
     cached_tokens: int  # taken from the prefix cache instead of computed
     preemptions: int
+    lost_tokens: int  # that these had computed
     reason: str  # what bounded the prefill tokens
     predicted: float | None = None  # seconds; None: nobody predicted
 
@@ -79,6 +80,7 @@ class StepRecord:
     prefill_tokens: int
     cached_tokens: int
     preemptions: int
+    lost_tokens: int  # computed by those who were preempted, to be computed anew unless the prefix cache keeps them
     requests_finished: int
     running: int
     waiting: int

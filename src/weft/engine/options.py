@@ -1,9 +1,12 @@
 """EngineOptions: what the owner of an engine may choose. Names are vLLM's where the meaning is the same."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from weft.errors import OptionError
+
+POLICIES = ("slo", "chunked", "monolithic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +21,20 @@ class EngineOptions:
     kv_cache_memory_bytes: int | None = None  # None: from what the device has
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory that weights and KV cache may take
     enable_prefix_caching: bool = True
+    policy: Literal["slo", "chunked", "monolithic"] = "slo"  # slo with no target at all is chunked
+    gap_target_ms: float | None = None  # promised time between tokens; None: nothing is promised
+    ttft_target_ms: float | None = None  # promised time to the first token; None: nothing is promised
+    ttft_target_per_1k_ms: float = 0.0  # on top, for every 1,000 tokens of the prompt
+    min_gap_target_ms: float | None = None  # a smaller wish is raised to it; None: 1.5 times the calibrated decode step
+    max_queued_requests: int | None = None  # more are turned away; None: no limit
+    max_queued_tokens: int | None = None  # of the prompts that wait; None: no limit
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
     seed: int | None = None  # for requests without a seed of their own; None: different every time
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             self._at_least_one(name)
-        for name in ("max_model_len", "kv_cache_memory_bytes"):
+        for name in ("max_model_len", "kv_cache_memory_bytes", "max_queued_requests", "max_queued_tokens"):
             if getattr(self, name) is not None:
                 self._at_least_one(name)
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -37,8 +47,13 @@ class EngineOptions:
             raise OptionError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
         if not isinstance(self.enable_prefix_caching, bool):
             raise OptionError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")
+        self._check_promises()
         if self.load_format not in ("auto", "dummy"):
             raise OptionError(f"load_format={self.load_format!r} is unknown: choose auto or dummy")
+
+    @property
+    def makes_promises(self) -> bool:
+        return self.gap_target_ms is not None or self.ttft_target_ms is not None
 
     @classmethod
     def of(cls, **options: Any) -> "EngineOptions":
@@ -49,7 +64,28 @@ class EngineOptions:
             raise OptionError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
         return cls(**options)
 
+    def _check_promises(self) -> None:
+        if self.policy not in POLICIES:
+            raise OptionError(f"policy={self.policy!r} is unknown: choose {', '.join(POLICIES)}")
+        for name in ("gap_target_ms", "ttft_target_ms", "min_gap_target_ms"):
+            value = getattr(self, name)
+            if value is not None:
+                check_milliseconds(name, value)
+        if self.ttft_target_per_1k_ms != 0:
+            check_milliseconds("ttft_target_per_1k_ms", self.ttft_target_per_1k_ms)
+            if self.ttft_target_ms is None:
+                raise OptionError(
+                    f"ttft_target_per_1k_ms={self.ttft_target_per_1k_ms:g} adds to ttft_target_ms: give that too"
+                )
+        if self.makes_promises and self.policy != "slo":
+            raise OptionError(f"policy={self.policy!r} keeps no promises: leave the targets out, or choose slo")
+
     def _at_least_one(self, name: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def check_milliseconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise OptionError(f"{name}={value!r} must be a number of milliseconds above 0")

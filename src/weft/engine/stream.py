@@ -1,7 +1,9 @@
 """Stream: the token values and wishes behind a core Request. The loop owns it; core never sees inside."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +11,16 @@ from numpy.typing import NDArray
 from weft.core import Request
 from weft.engine.hashing import block_hash
 from weft.engine.params import SamplingParams
+
+
+class Standing(NamedTuple):
+    """How a request stands among the others, and what it is promised (seconds)."""
+
+    priority: int = 0  # lower goes first
+    tenant: str = ""  # tenants share by tokens
+    batch: bool = False  # promised nothing; fills the slack behind everybody else
+    ttft_target: float = math.inf
+    gap_target: float = math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -34,14 +46,14 @@ class Stream:
         root: bytes,
         hashes: Sequence[bytes],
         arrival: float,
-        priority: int = 0,
+        standing: Standing | None = None,
     ) -> "Stream":
         request = Request(
             id=request_id,
             prompt_tokens=len(prompt),
             max_tokens=max_tokens,
             arrival=arrival,
-            priority=priority,
+            **(standing or Standing())._asdict(),
             reuse_prefix=params.prompt_logprobs is None,
             hashes=list(hashes),
         )

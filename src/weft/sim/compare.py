@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import ChunkedPolicy, CostModel, MonolithicPolicy, Policy, Scheduler, SloPolicy
+from weft.core import CostModel, Policy, Scheduler, Targets, chunked, monolithic, slo, slo_order
 from weft.errors import OptionError
 from weft.sim.profiles import Profile
-from weft.sim.simulator import Played, Targets, Truth, play
+from weft.sim.simulator import Played, Truth, play
 from weft.sim.traces import Trace
 
 POLICIES = "monolithic, chunked:N, slo, slo-order:N"
@@ -40,12 +40,13 @@ def make_policy(name: str, profile: Profile) -> Policy:
     if size and not (size.isdecimal() and int(size) > 0):
         raise OptionError(f"policy {name!r}: {size!r} is not a number of tokens")
     if kind == "monolithic" and not size:
-        return MonolithicPolicy(profile.max_num_batched_tokens)
+        return monolithic(profile.max_num_batched_tokens)
     if kind == "chunked":
-        return ChunkedPolicy(int(size) if size else profile.max_num_batched_tokens)
-    if (kind == "slo" and not size) or (kind == "slo-order" and size):
-        chunk = int(size) if size else None
-        return SloPolicy(CostModel(profile.coefficients), profile.max_num_batched_tokens, chunk)
+        return chunked(int(size) if size else profile.max_num_batched_tokens)
+    if kind == "slo" and not size:
+        return slo(CostModel(profile.coefficients), profile.max_num_batched_tokens)
+    if kind == "slo-order" and size:
+        return slo_order(CostModel(profile.coefficients), int(size))
     raise OptionError(f"unknown policy {name!r}; known: {POLICIES}")
 
 

@@ -13,21 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import Outcome, Request, Scheduler, StepPlan, StepShape
+from weft.core import Outcome, Request, Scheduler, StepPlan, StepShape, Targets
 from weft.core.cost import Coefficients
 from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Promises in seconds."""
-
-    gap: float = math.inf
-    ttft: float = math.inf
-    ttft_per_1k: float = 0.0  # on top, for every 1,000 tokens of the prompt
-
-    def first_token(self, prompt_tokens: int) -> float:
-        return self.ttft + self.ttft_per_1k * prompt_tokens / 1000
 
 
 @dataclass(frozen=True)
@@ -186,6 +174,8 @@ def _request(number: int, arrival: Arrival, targets: Targets, block_size: int) -
         max_tokens=arrival.output_tokens,
         arrival=arrival.time,
         hashes=hashes,
-        gap_target=targets.gap,
-        ttft_target=targets.first_token(arrival.prompt_tokens),
+        tenant=arrival.tenant,
+        batch=arrival.batch,
+        gap_target=math.inf if arrival.batch else targets.gap,
+        ttft_target=math.inf if arrival.batch else targets.first_token(arrival.prompt_tokens),
     )

@@ -23,6 +23,8 @@ class Arrival:
     prompt_tokens: int
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()  # equal ids at equal places mean equal blocks of MOONCAKE_BLOCK tokens
+    tenant: str = ""
+    batch: bool = False
 
 
 @dataclass(frozen=True)

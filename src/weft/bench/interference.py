@@ -1,0 +1,159 @@
+"""Interference: what streams that decode notice of somebody else's long prompts, on any engine, real or virtual."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core import Policy, StepRecord, chunked, monolithic
+from weft.engine.engine import Engine, Wishes
+from weft.engine.params import SamplingParams
+from weft.engine.stream import Stream
+from weft.errors import EngineError
+
+POLICIES = ("monolithic", "chunked", "slo")
+STREAMS = 32
+STREAM_PROMPT = 512  # tokens
+PROMPTS = 4  # long ones, at once
+TARGET = 3.0  # decode-only steps
+CHUNK = 2048  # tokens a step of the fixed budget: what other engines start with
+QUIET_STEPS = 150  # of decodes alone, before the long prompts come
+
+
+@dataclass(frozen=True)
+class Interference:
+    """One run. Times are seconds; a gap is the time between two tokens of a stream."""
+
+    policy: str
+    target: float  # of the gap
+    quiet: NDArray[np.float64]  # gaps before the long prompts came
+    gaps: NDArray[np.float64]  # gaps while they were read
+    times: NDArray[np.float64]  # when these ended, since the long prompts came
+    steps: int  # that carried a piece of a long prompt
+    prefill: float  # until the last of the long prompts had its first token
+
+    @property
+    def p999(self) -> float:
+        return float(np.percentile(self.gaps, 99.9))
+
+    @property
+    def noise(self) -> float:
+        """What the machine does by itself: by how much quiet gaps at the 99.9th percentile exceed their median."""
+        return float(np.percentile(self.quiet, 99.9) - np.median(self.quiet))
+
+    def within(self, factor: float) -> float:
+        """The 99.9th percentile relative to `factor` times the target plus the machine's own noise; 1 or less is in."""
+        return self.p999 / (factor * self.target + self.noise)
+
+
+def measure(
+    engine: Engine,
+    policy: str,
+    *,
+    prompt_tokens: int,
+    target: float | None = None,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Interference:
+    """Lets streams decode alone, then brings long prompts and looks on until these are read.
+
+    Without a `target` (seconds), it is three times the decode-only step that is measured first. `progress` takes the
+    tokens of the long prompts that are done.
+    """
+    scheduler = engine.loop.scheduler
+    own = scheduler.policy
+    scheduler.policy = _policy(policy, engine)
+    scene = _Scene(engine, np.random.default_rng(seed))
+    try:
+        if target is None:
+            scene.open_streams(None)
+            target = TARGET * float(np.median(scene.quiet_gaps()))
+            scene.clear()
+        scene.open_streams(target if policy == "slo" else None)
+        quiet = scene.quiet_gaps()
+        gaps, times, prefill = scene.gaps_beside(prompt_tokens, progress)
+        return Interference(policy, target, quiet, gaps, times, scene.prefill_steps, prefill)
+    finally:
+        scene.clear()
+        engine.loop.on_record = lambda record: None
+        scheduler.policy = own
+
+
+class _Scene:
+    """The streams on stage, and when each had its last token."""
+
+    def __init__(self, engine: Engine, random: np.random.Generator) -> None:
+        self.engine, self.loop, self.random = engine, engine.loop, random
+        self.prompts = random.integers(0, engine.vocab_size, (STREAMS, STREAM_PROMPT)).tolist()
+        self.last: dict[Stream, float] = {}
+        self.prefill_steps = 0
+        self.prefill_tokens = 0
+
+    def open_streams(self, target: float | None) -> None:
+        for prompt in self.prompts:
+            room = self.engine.max_model_len - STREAM_PROMPT
+            stream = self._open(prompt, room, None if target is None else target * 1000)
+            self.last[stream] = float("nan")
+        while any(np.isnan(time) for time in self.last.values()):
+            self._step()
+
+    def quiet_gaps(self) -> NDArray[np.float64]:
+        gaps = [gap for _ in range(QUIET_STEPS) for gap, _ in self._step()]
+        return np.array(gaps)
+
+    def gaps_beside(
+        self, prompt_tokens: int, progress: Callable[[int], None]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+        began = self.loop.clock()
+        self.loop.on_record = self._note
+        words = self.random.integers(0, self.engine.vocab_size, (PROMPTS, prompt_tokens)).tolist()
+        prompts = [self._open(prompt, 1, None) for prompt in words]
+        found: list[tuple[float, float]] = []
+        while not all(stream.request.finish_reason for stream in prompts):
+            found += self._step()
+            progress(self.prefill_tokens)
+        read = self.loop.clock()
+        while min(self.last.values()) <= read and self.loop.has_work:  # the gap that spans the end counts as well
+            found += self._step()
+        wrong = [stream.request.finish_reason for stream in prompts if stream.request.finish_reason != "length"]
+        if wrong or not all(stream.request.finish_reason is None for stream in self.last):
+            raise EngineError("a stream ended before the long prompts were read: choose shorter prompts")
+        gaps, ends = np.array(found).T
+        return gaps, ends - began, read - began
+
+    def clear(self) -> None:
+        for stream in list(self.loop.streams.values()):
+            self.loop.abort(stream)
+        self.loop.drain()
+        self.last.clear()
+
+    def _open(self, prompt: list[int], max_tokens: int, gap_ms: float | None) -> Stream:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        (stream,) = self.engine.open_streams(prompt, params, wishes=Wishes(gap_target_ms=gap_ms))
+        self.loop.add(stream)
+        return stream
+
+    def _step(self) -> list[tuple[float, float]]:
+        """One turn of the loop; (gap, time) of each token that the streams on stage got."""
+        events = self.loop.step()
+        now = self.loop.clock()
+        gaps = []
+        for event in events:
+            if event.stream in self.last:
+                if not np.isnan(self.last[event.stream]):
+                    gaps.append((now - self.last[event.stream], now))
+                self.last[event.stream] = now
+        return gaps
+
+    def _note(self, record: StepRecord) -> None:
+        self.prefill_steps += record.prefill_tokens > 0
+        self.prefill_tokens += record.prefill_tokens
+
+
+def _policy(name: str, engine: Engine) -> Policy:
+    """The engine's own is slo."""
+    own = engine.loop.scheduler.policy
+    if name == "slo":
+        return own
+    return monolithic(CHUNK) if name == "monolithic" else chunked(CHUNK)

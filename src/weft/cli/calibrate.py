@@ -1,0 +1,132 @@
+"""`weft calibrate`: measures what steps cost on this device, so that the scheduler can promise times."""
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.cli.options import add_engine_arguments, engine_options
+from weft.errors import EngineError, OptionError
+
+if TYPE_CHECKING:
+    from weft.engine.calibration import Calibration
+    from weft.llm import LLM
+
+UNITS = {
+    "fixed": "a step, whatever it carries",
+    "weights": "reading all weights",
+    "token": "arithmetic for a token",
+    "pair": "one query over one key in a prefill",
+    "slice": "a prefill slice more",
+    "decode": "a decode more",
+    "context": "a token of context that a decode reads",
+    "reach": "a token of context that a prefill slice reads",
+}
+
+EPILOG = """\
+It measures real steps, so the machine should be as idle, or as busy, as it will be when it serves. The result is kept
+for this model, device, dtype and these limits, and the engine uses it from then on.
+"""
+
+
+def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure what steps cost on this device",
+        description="Measures what steps cost on this device and saves it for the scheduler, replacing what was there.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help="time to measure for (default: 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as a JSON object")
+    parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    add_engine_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from weft.llm import LLM
+
+    if not 0 < arguments.seconds < math.inf:
+        raise OptionError(f"--seconds {arguments.seconds} must be above 0")
+    llm = LLM(**engine_options(arguments))
+    calibration, file = _measure(llm, arguments)
+    _show(calibration, file, llm.options.max_num_batched_tokens)
+    if arguments.json is not None:
+        _write(arguments.json, calibration, file)
+    return 0
+
+
+def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, Path]":
+    """The calibration of a model, and the file it was saved in."""
+    from weft.engine.calibration import calibrate, calibration_file, device_name, save_calibration
+    from weft.engine.torch_executor import TorchExecutor
+    from weft.progress import work_progress
+
+    engine, scheduler, executor = llm.engine, llm.engine.loop.scheduler, llm.engine.loop.executor
+    assert isinstance(executor, TorchExecutor)
+    device = device_name(executor.device)
+    file = calibration_file(
+        llm.path,
+        dtype=str(executor.kv.k[0].dtype),
+        device=device,
+        block_size=scheduler.block_size,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=llm.options.max_num_batched_tokens,
+        max_model_len=engine.max_model_len,
+    )
+    with llm, work_progress("measuring", 1000, arguments.progress) as advance:
+        calibration = calibrate(
+            executor,
+            slots=scheduler.slots.size,
+            max_num_seqs=scheduler.max_num_seqs,
+            num_blocks=scheduler.num_blocks,
+            block_size=scheduler.block_size,
+            max_model_len=engine.max_model_len,
+            max_num_batched_tokens=llm.options.max_num_batched_tokens,
+            vocab_size=engine.vocab_size,
+            device=device,
+            seconds=arguments.seconds,
+            progress=lambda share: advance(int(1000 * share)),
+        )
+    save_calibration(file, calibration)
+    return calibration, file
+
+
+def _show(calibration: "Calibration", file: Path, max_num_batched_tokens: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{calibration.device}: {calibration.steps} steps measured", title_justify="left")
+    table.add_column("coefficient")
+    table.add_column("seconds", justify="right")
+    table.add_column("for")
+    for name, value in asdict(calibration.coefficients).items():
+        table.add_row(name, _time(value), UNITS.get(name, ""))
+    tokens = min(max_num_batched_tokens, calibration.largest)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    console.print(table)
+    print(f"decode step          {_time(calibration.decode_step)} (one decode behind 1,000 tokens)")
+    print(f"prefill              {calibration.prefill_speed(tokens):.0f} tokens/s (a step of {tokens} tokens)")
+    print(
+        f"error                {calibration.error_p50:.1%} / {calibration.error_p99:.1%} (p50 / p99 of held-out steps)"
+    )
+    print(f"saved                {file}")
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _write(file: Path, calibration: "Calibration", saved: Path) -> None:
+    data = {**asdict(calibration), "decode_step": calibration.decode_step, "file": str(saved)}
+    try:
+        file.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise EngineError(f"cannot write {file}: {error.strerror}") from None

@@ -1,0 +1,76 @@
+"""`weft sweep`: goodput of every policy over rates and gap targets, and the table that says who wins."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weft.errors import OptionError
+
+EPILOG = """\
+Names of runs are TRACE/TRUTH/POLICY/GAP, such as azure/exact/slo/25ms; plain policies (monolithic, chunked:N) look at
+no targets, so that one run, such as mooncake/disturbed/chunked:512/, is scored for all of them.
+
+FILE has one line of JSON a run and gap target. What is in it is not run again: a sweep that was stopped goes on where
+it was. It knows the profile and the version of weft, not the code: after a change of the scheduler, take another file.
+"""
+
+
+def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "sweep",
+        help="compare all policies over rates and gap targets",
+        description="Plays the Azure and the Mooncake trace under every policy, over a grid of rates, for four gap "
+        "targets, with exact and with disturbed step times. Takes hours of CPU time, and can be stopped at any time.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--traces", type=Path, metavar="DIR", help="folder with the files of both traces, named as published")
+    add("--out", type=Path, required=True, metavar="FILE", help="results, JSON lines; added to if it is there")
+    add("--jobs", type=int, metavar="N", help="processes (default: one a core)")
+    add("--only", default="", metavar="SUBSTRING", help="only runs with this in their name, see below")
+    add("--table", type=Path, metavar="FILE.md", help="also write tables and claims, in Markdown")
+    add("--report", action="store_true", help="only write --table from what is in --out; nothing is run")
+    add("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from weft.sim.sweep import Grid, check_jobs, load_material, sweep
+    from weft.sim.sweep_report import write_report
+
+    if arguments.report and arguments.table is None:
+        raise OptionError("--report needs --table FILE.md to write to")
+    if not arguments.report:
+        if arguments.traces is None:
+            raise OptionError("--traces DIR is missing (only --report runs nothing and needs none)")
+        jobs = (os.cpu_count() or 1) if arguments.jobs is None else arguments.jobs
+        check_jobs(jobs)
+        material = load_material(Grid(), arguments.traces)
+        with _growing_bar(arguments.progress) as tell:
+            sweep(material, arguments.out, jobs, arguments.only, tell=tell)
+    if arguments.table is not None:
+        write_report(arguments.out, arguments.table, Grid())
+    return 0
+
+
+@contextmanager
+def _growing_bar(show: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar whose total grows, as peaks are found and looked at more closely."""
+    if not show:
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Refreshed by hand: a thread that draws would be caught in the middle when the workers are forked.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
+        task = bar.add_task("", total=None)
+
+        def tell(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, refresh=True)
+
+        yield tell

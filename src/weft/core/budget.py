@@ -1,0 +1,188 @@
+"""Budgets: how many prefill tokens a step may carry beside its decodes, in tokens or in seconds of predicted time."""
+
+import math
+from typing import NamedTuple, Protocol
+
+from weft.core.cost import CostModel, StepShape, with_slice
+
+IDLE_STEP = 0.25  # seconds a step may take where nobody decodes, so that a newcomer never waits behind an enormous one
+LEAST_SLICE = 16  # tokens
+
+
+class StepLoad(NamedTuple):
+    """What a policy may look at when the decodes of a step are settled."""
+
+    start: float  # when the step will begin: now, or when the one in flight is predicted to end
+    shape: StepShape  # of the decodes
+    gap: float  # seconds; the tightest gap target among them, infinite where there is none
+
+
+class Budget(Protocol):
+    """What a step has left for prefill slices."""
+
+    reason: str
+
+    def room(self, first: int, wanted: int) -> int:
+        """Tokens that a slice behind `first` may have, at most `wanted`."""
+        ...
+
+    def take(self, first: int, count: int) -> None: ...
+
+    def tighten(self, seconds: float) -> None:
+        """The step is to end within so many seconds if it can: a first token that it brings is promised by then."""
+        ...
+
+
+class Allowance(Protocol):
+    """Makes the budget of each step, and can say ahead how fast prefill will get on with such budgets."""
+
+    prefills_first: bool  # whether prefills go before decodes, which then wait
+    cuts: bool  # whether a step is cut short for a first token that is due
+
+    def budget(self, load: StepLoad) -> Budget: ...
+
+    def step(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
+        """Seconds that a full step takes beside so many decodes, with a slice that reads `reach` tokens of context."""
+        ...
+
+    def pace(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
+        """Seconds of prefill work that are done in a second beside so many decodes; 0 where these fill the step."""
+        ...
+
+
+class FixedTokens:
+    """So many tokens a step, each decode counting as one, whatever they cost."""
+
+    prefills_first = False
+    cuts = False
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def budget(self, load: StepLoad) -> Budget:
+        return TokenBudget(self.tokens - load.shape.decodes)
+
+    def step(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
+        work = cost.coefficients.token * max(0, self.tokens - decodes)
+        return max(least_step(cost, decodes, context, reach), _aside(cost, decodes, context, reach) + work)
+
+    def pace(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
+        work = cost.coefficients.token * max(0, self.tokens - decodes)
+        return work / self.step(cost, decodes, context, gap, reach)
+
+
+class WholePrompts(FixedTokens):
+    """Whole prompts before anything else, as many as the tokens hold, or one if it is larger."""
+
+    prefills_first = True
+
+    def budget(self, load: StepLoad) -> Budget:
+        return PromptBudget(self.tokens)
+
+
+class UpToTheGap:
+    """As much as the tightest gap target leaves; `tokens` bounds the step as well."""
+
+    prefills_first = False
+    cuts = True
+
+    def __init__(self, cost: CostModel, tokens: int) -> None:
+        self.cost = cost
+        self.tokens = tokens
+
+    def budget(self, load: StepLoad) -> Budget:
+        tokens = self.tokens - load.shape.decodes
+        seconds = self.step(self.cost, 0, 0, load.gap, 0)
+        return TimeBudget(self.cost, load.shape, seconds, tokens, load.gap)
+
+    def step(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
+        return IDLE_STEP if gap == math.inf else gap / cost.margin
+
+    def pace(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
+        step = self.step(cost, decodes, context, gap, reach)
+        if least_step(cost, decodes, context, reach) > step:
+            return 0.0
+        return 1 - _aside(cost, decodes, context, reach) / step
+
+
+class TokenBudget:
+    """A number of tokens, whatever they cost."""
+
+    reason = "token budget"
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = max(0, tokens)
+
+    def room(self, first: int, wanted: int) -> int:
+        return min(self.tokens, wanted)
+
+    def take(self, first: int, count: int) -> None:
+        self.tokens -= count
+
+    def tighten(self, seconds: float) -> None:
+        pass
+
+
+class PromptBudget(TokenBudget):
+    """Prompts are taken whole, as many as the budget holds, or one if it is larger."""
+
+    reason = "whole prompts"
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(tokens)
+        self.empty = True
+
+    def room(self, first: int, wanted: int) -> int:
+        return wanted if self.empty or wanted <= self.tokens else 0
+
+    def take(self, first: int, count: int) -> None:
+        super().take(first, count)
+        self.empty = False
+
+
+class TimeBudget:
+    """Seconds of predicted time for the whole step; `idle` where nobody beside the prefills is promised a gap."""
+
+    def __init__(self, cost: CostModel, shape: StepShape, seconds: float, tokens: int, gap: float) -> None:
+        self.cost = cost
+        self.shape = shape
+        self.seconds = seconds
+        self.tokens = tokens
+        self.gap = gap
+        self.idle = gap == math.inf
+        self.reason = "no gap target" if self.idle else "gap target"
+
+    def room(self, first: int, wanted: int) -> int:
+        most = min(wanted, self.tokens)
+        if most <= 0:
+            return 0
+        fitting = self.cost.coefficients.largest_slice(self.shape, first, most, self.seconds)
+        least = min(most, LEAST_SLICE)
+        if fitting < least and not self.shape.slices and self._may_squeeze(first, least):
+            return least
+        return fitting
+
+    def _may_squeeze(self, first: int, count: int) -> bool:
+        """Somebody must get on: however slow the machine, and where the target is met without the margin for noise."""
+        return self.idle or self.cost.predict(with_slice(self.shape, first, count)) * self.cost.bias <= self.gap
+
+    def take(self, first: int, count: int) -> None:
+        self.shape = with_slice(self.shape, first, count)
+        self.tokens -= count
+
+    def tighten(self, seconds: float) -> None:
+        self.seconds = min(self.seconds, seconds / self.cost.margin)
+        if self.idle:  # such a step may be long, but a first token is not to wait for others' prompts
+            self.seconds = min(self.seconds, 2 * self.cost.predict(self.shape))
+
+
+def least_step(cost: CostModel, decodes: int, context: float, reach: float) -> float:
+    """Seconds of a step with next to no prefill in it."""
+    c = cost.coefficients
+    return _aside(cost, decodes, context, reach) + max(0.0, c.weights - c.token * decodes)
+
+
+def _aside(cost: CostModel, decodes: int, context: float, reach: float) -> float:
+    """Seconds of a step with a prefill in it that are not the prefill's."""
+    c = cost.coefficients
+    return c.fixed + c.slice + (c.token + c.decode) * decodes + c.context * context + c.reach * reach

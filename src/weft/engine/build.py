@@ -1,0 +1,194 @@
+"""Puts an engine together: the model, its KV cache, what its steps cost, and the policy that keeps its promises."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.core import CostModel, Policy, Scheduler, Targets, chunked, monolithic, slo
+from weft.core.slots import Slots
+from weft.engine.calibration import Calibration, calibrate, calibration_file, load_calibration, save_calibration
+from weft.engine.cpu import prepare_cpu
+from weft.engine.engine import Engine, Promises
+from weft.engine.executor import Executor
+from weft.engine.loop import Loop
+from weft.engine.options import EngineOptions
+from weft.errors import EngineError, OptionError
+from weft.progress import work_progress
+
+if TYPE_CHECKING:  # torch takes seconds to import, and must not be before prepare_cpu()
+    import torch
+
+    from weft.models import ModelConfig
+
+MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of books for each
+MOST_SPREAD = 0.15  # a margin to begin with; what the error really is will be learnt within some hundred steps
+LEAST_GAP = 1.5  # decode steps; with less there would be no room for any prefill
+
+
+def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = ()) -> Engine:
+    """Loads the model in `path` and sizes its KV cache. `eos_ids` end a text beside those that the config names.
+
+    Where promises are asked for and the device has not been measured with this model, that takes a few seconds more.
+    """
+    prepare_cpu()
+    from weft.engine.calibration import device_name
+    from weft.engine.torch_executor import TorchExecutor
+    from weft.kv import KVPool
+    from weft.models import load_config, load_model, resolve_dtype
+
+    config = load_config(path)
+    device = _device(options.device)
+    dtype = resolve_dtype(options.dtype, config, device)
+    longest = options.max_model_len or config.max_context
+    if longest > config.longest_context:
+        raise OptionError(
+            f"max_model_len={longest} is above the model's context of {config.longest_context} tokens: lower it"
+        )
+    model = load_model(path, config, dtype=dtype, device=device, max_model_len=longest, load_format=options.load_format)
+    num_blocks = _num_blocks(options, config, dtype, device)
+    max_model_len = _fit_context(options, longest, num_blocks)
+    kv = KVPool(
+        num_layers=config.num_layers,
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    executor = TorchExecutor(
+        model,
+        kv,
+        slots=Slots.size_for(options.max_num_seqs),
+        max_model_len=max_model_len,
+        vocab_size=config.vocab_size,
+        device=device,
+    )
+    promises = None
+    if options.makes_promises:
+        limits = {
+            "block_size": options.block_size,
+            "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": options.max_num_batched_tokens,
+            "max_model_len": max_model_len,
+        }
+        name = device_name(device)
+        file = calibration_file(path, dtype=str(dtype), device=name, **limits)
+        measuring = {**limits, "num_blocks": num_blocks, "vocab_size": config.vocab_size, "device": name}
+        promises = _promises(options, _calibration(file, executor, measuring))
+    scheduler = Scheduler(
+        policy=_policy(options, promises),
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        enable_prefix_caching=options.enable_prefix_caching,
+        max_queued_requests=options.max_queued_requests,
+        max_queued_tokens=options.max_queued_tokens,
+    )
+    return Engine(
+        Loop(scheduler, executor),
+        vocab_size=config.vocab_size,
+        eos_ids=(*config.eos_token_ids, *eos_ids),
+        max_model_len=max_model_len,
+        seed=options.seed,
+        promises=promises,
+    )
+
+
+def _calibration(file: Path, executor: Executor, measuring: dict[str, Any]) -> Calibration:
+    """What was measured before, or is measured now; a folder that cannot be written to costs the next start only."""
+    found = load_calibration(file)
+    if found is None:
+        slots = Slots.size_for(measuring["max_num_seqs"])
+        with work_progress("calibrating", 1000, sys.stderr.isatty()) as advance:
+            found = calibrate(executor, slots=slots, progress=lambda share: advance(int(1000 * share)), **measuring)
+        try:
+            save_calibration(file, found)
+        except EngineError as error:
+            print(f"weft: {error}", file=sys.stderr)
+    return found
+
+
+def _promises(options: EngineOptions, calibration: Calibration) -> Promises:
+    least = options.min_gap_target_ms
+    min_gap = LEAST_GAP * calibration.decode_step if least is None else least / 1000
+    targets = Targets(
+        gap=_seconds(options.gap_target_ms),
+        ttft=_seconds(options.ttft_target_ms),
+        ttft_per_1k=options.ttft_target_per_1k_ms / 1000,
+    )
+    return Promises(targets, min_gap, calibration)
+
+
+def _seconds(milliseconds: float | None) -> float:
+    return float("inf") if milliseconds is None else milliseconds / 1000
+
+
+def _policy(options: EngineOptions, promises: Promises | None) -> Policy:
+    if options.policy == "monolithic":
+        return monolithic(options.max_num_batched_tokens)
+    if promises is None:  # also slo: without a target there is nothing to size a step by
+        return chunked(options.max_num_batched_tokens)
+    found = promises.calibration
+    cost = CostModel(found.coefficients, found.mean, min(found.spread, MOST_SPREAD))
+    return slo(cost, options.max_num_batched_tokens)
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise OptionError(f"device={name!r} is not supported: choose auto, cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"device={name!r}: torch finds no CUDA device here; choose cpu")
+    return device
+
+
+def _num_blocks(options: EngineOptions, config: "ModelConfig", dtype: "torch.dtype", device: "torch.device") -> int:
+    """Blocks that the memory for the KV cache holds."""
+    from weft.kv import block_bytes
+
+    each = block_bytes(config.num_layers, options.block_size, config.num_kv_heads, config.head_dim, dtype)
+    memory = options.kv_cache_memory_bytes or _free_memory(options, device)
+    if memory < each:
+        raise OptionError(
+            f"the KV cache has {memory} bytes, but one block of {options.block_size} tokens takes {each}: "
+            "raise kv_cache_memory_bytes (or gpu_memory_utilization)"
+        )
+    return min(memory // each, MAX_BLOCKS)
+
+
+def _free_memory(options: EngineOptions, device: "torch.device") -> int:
+    """Bytes to spend on the KV cache where the owner did not say."""
+    import torch
+
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(total * options.gpu_memory_utilization) - (total - free))
+    # On a CPU the memory is shared with everything else: a quarter of what is available, at most 8 GiB.
+    return min(_available_memory() // 4, 8 << 30)
+
+
+def _available_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):  # not Linux
+        return 8 << 30
+
+
+def _fit_context(options: EngineOptions, longest: int, num_blocks: int) -> int:
+    """The context that the KV cache can hold for one request; an explicit wish that does not fit is an error."""
+    room = num_blocks * options.block_size + 1  # the last token is sampled, never stored
+    if options.max_model_len is not None and room < options.max_model_len:
+        raise OptionError(
+            f"the KV cache holds {room - 1} tokens, less than one request of max_model_len={options.max_model_len}: "
+            "raise kv_cache_memory_bytes (or gpu_memory_utilization) or lower max_model_len"
+        )
+    return min(longest, room)

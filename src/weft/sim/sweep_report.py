@@ -1,0 +1,285 @@
+"""What a sweep says: the tables and the claims as a document, every number from the scores."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.errors import OptionError
+from weft.sim.compare import KEPT_GAPS
+from weft.sim.sweep import COARSE, FALLEN, FINE, OVERLOAD, TRUTHS, Board, Course, Grid, Row, Score, highest, read_scores
+
+# What is claimed, and about which trace the second claim is.
+NEAR_BEST, FIXED_FALLS, WIN, HOLDS_UP = 0.99, 0.8, 1.25, 0.9
+WIN_TRACE = "mooncake"
+
+
+def write_report(path: Path, table: Path, grid: Grid) -> None:
+    """The tables and the claims as a document, from the scores in a file."""
+    header, scores, _ = read_scores(path)
+    if not scores:
+        raise OptionError(f"{path} has no scores yet; run the sweep without --report first")
+    table.write_text(report_text(path.name, header, Board(grid, scores)), encoding="utf-8")
+
+
+def report_text(file: str, header: Mapping[str, Any], board: Board) -> str:
+    grid = board.grid
+    missing = len(board.missing())
+    groups = [Findings(board, *group) for group in grid.groups()]
+    parts = [_preface(file, header, grid, missing)]
+    for truth in grid.truths:
+        parts += [f"## {truth.capitalize()} step times", _truth_text(truth), _peaks_table(groups, truth)]
+    parts += [
+        "\\* The peak is at an end of the grid. Above the highest rate goodput may be higher; below the lowest it "
+        "cannot exceed that rate, which is what the ratios and the claims then count with.",
+        "## Fixed chunks",
+        "The row in which each fixed chunk does worst: its peak over the best peak of any policy in that row.",
+        _chunks_table(groups, grid),
+        "## The claims, so far" if missing else "## The claims",
+        *(f"{number}. {line}" for number, line in enumerate(_claims(groups, grid), start=1)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+class Findings:
+    """What the scores say about one trace, truth and gap target."""
+
+    def __init__(self, board: Board, trace: str, truth: str, gap: int) -> None:
+        self.trace, self.truth, self.gap = trace, truth, gap
+        self.board, self.grid = board, board.grid
+        rows = {policy: Row(trace, truth, policy, gap) for policy in self.grid.policies}
+        self.scores = {policy: board.row(row) for policy, row in rows.items()}
+        found = {policy: board.peak(row) for policy, row in rows.items()}
+        self.peaks = {policy: peak for policy, peak in found.items() if peak is not None}
+
+    @property
+    def name(self) -> str:
+        return f"{self.trace}, {self.gap} ms"
+
+    def best(self, policies: Sequence[str]) -> Score | None:
+        peaks = [self.peaks[policy] for policy in policies if policy in self.peaks]
+        return highest(peaks) if peaks else None
+
+    def over_best(self, policy: str) -> float | None:
+        """A policy's peak, or the most that it could be, over the best of any."""
+        best, most = self.best(self.grid.policies), self.most(policy)
+        return None if best is None or most is None else most / max(best.goodput_rps, 1e-12)
+
+    def most(self, policy: str) -> float | None:
+        """The highest goodput that a policy can have: its peak; if that is at the lowest rate, that rate."""
+        peak = self.peaks.get(policy)
+        if peak is None:
+            return None
+        scales = self.grid.scales(self.trace)
+        at_low_end = peak.scale < scales[min(1, len(scales) - 1)]
+        return max(peak.goodput_rps, peak.rate_rps) if at_low_end else peak.goodput_rps
+
+    def over_ablated(self) -> float | None:
+        return self._over_most(self.grid.ablated)
+
+    def over_plain(self) -> float | None:
+        return self._over_most(self.grid.fixed)
+
+    def _over_most(self, policies: Sequence[str]) -> float | None:
+        """slo's peak over the most that any of these can have."""
+        most = [found for policy in policies if (found := self.most(policy)) is not None]
+        peak = self.peaks.get("slo")
+        return None if peak is None or not most else peak.goodput_rps / max(max(most), 1e-12)
+
+    def least_over_ablated(self) -> float | None:
+        """slo over the best ablated chunk, chosen anew at every rate that both were run at: the smallest."""
+        ratios = []
+        for scale, score in self.scores["slo"].items():
+            there = [self.scores[policy][scale] for policy in self.grid.ablated if scale in self.scores[policy]]
+            ratios.append(ratio(score, highest(there) if there else None))
+        return min((one for one in ratios if one is not None), default=None)
+
+    def in_overload(self) -> float | None:
+        scale = self.board.overload_scale(self.trace, self.truth, self.gap)
+        return None if scale is None else ratio(self.scores["slo"].get(scale), self.peaks.get("slo"))
+
+    def is_at_an_end(self, peak: Score) -> bool:
+        scales = self.grid.scales(self.trace)
+        return not scales[0] < peak.scale < scales[-1]
+
+
+def ratio(one: Score | None, other: Score | None) -> float | None:
+    """Of goodputs; None where one is not known, and 1 where both are nothing."""
+    if one is None or other is None:
+        return None
+    if not other.goodput_rps:
+        return math.inf if one.goodput_rps else 1.0
+    return one.goodput_rps / other.goodput_rps
+
+
+def _preface(file: str, header: Mapping[str, Any], grid: Grid, missing: int) -> str:
+    courses = "\n".join(f"- {course.name}: {_course_text(course, grid)}" for course in grid.courses)
+    text = f"""# Goodput over rates
+
+Written by `weft sweep --report` from {file} (profile {header.get("profile")}, weft {header.get("weft")}), not by hand;
+`weft sweep --traces DIR --out FILE --table FILE.md` makes both.
+
+A request keeps its promise if its first token is within its target and at least {KEPT_GAPS:.0%} of its gaps are within
+theirs; a refused one is a broken promise. Goodput is kept promises over the seconds of arrivals, after scaling; a peak
+is the highest goodput over all rates. All policies run at the same absolute rates: a grid of {COARSE - 1:.0%}, and for
+slo, the best ablated and the best plain chunk {FINE - 1:.0%} between the neighbours of the peak. Goodput is
+never above the rate, so that a policy that refuses is run from the highest rate down only until the rate is below its
+best goodput; one that refuses nobody, from the lowest up until it has kept less than {FALLEN:.0%} of its peak at two
+rates in a row, for every gap, after which it is taken for drowned. The first {grid.duration:g} s of each trace are
+played:
+
+{courses}
+
+`slo-order:N` is the ablation: slo's order and refusal with a fixed chunk. Best means chosen in hindsight, for a row."""
+    if missing:
+        text += f"\n\n**Not finished: at least {missing} runs are missing, and the figures are of what is there.**"
+    return text
+
+
+def _course_text(course: Course, grid: Grid) -> str:
+    scales = grid.scales(course.name)
+    per_1k = f" + {course.ttft_per_1k:g} s per 1,000 prompt tokens" if course.ttft_per_1k else ""
+    spans = [grid.duration / scale for scale in (scales[0], scales[-1])]
+    return (
+        f"first token in {course.ttft:g} s{per_1k}; rates of x{scales[0]:.3g} to x{scales[-1]:.3g}, at which the "
+        f"arrivals last {spans[0]:.0f} s to {spans[1]:.0f} s"
+    )
+
+
+def _truth_text(truth: str) -> str:
+    disturbance = TRUTHS[truth]
+    if not disturbance:
+        return "Steps take what the scheduler's cost model says."
+    return (
+        f"Steps take {disturbance['bias']:.0%} longer than the scheduler's cost model says, with noise of "
+        f"{disturbance['noise']:.0%} (seed {disturbance['seed']}). It is told of neither."
+    )
+
+
+def _peaks_table(groups: Sequence[Findings], truth: str) -> str:
+    heads = (
+        "trace, gap",
+        "slo",
+        "best ablated",
+        "best plain chunk",
+        "monolithic",
+        "slo / ablated",
+        "least, common rate",
+        "slo / plain",
+        f"at {OVERLOAD:g}x",
+    )
+    rows = []
+    for one in groups:
+        if one.truth == truth:
+            peaks = (
+                one.peaks.get("slo"),
+                one.best(one.grid.ablated),
+                one.best(one.grid.fixed),
+                one.peaks.get("monolithic"),
+            )
+            ratios = (one.over_ablated(), one.least_over_ablated(), one.over_plain(), one.in_overload())
+            rows.append((one.name, *(_peak_text(one, peak) for peak in peaks), *map(_ratio_text, ratios)))
+    legend = (
+        "Peaks are requests/s that kept their promise (at so many requests/s offered). *least, common rate*: slo over "
+        "the best ablated chunk, chosen anew at every rate that both were run at, the smallest. "
+        f"*at {OVERLOAD:g}x*: slo's goodput at {OVERLOAD:g} times the rate of its peak, over the peak."
+    )
+    return _markdown(heads, rows) + "\n\n" + legend
+
+
+def _chunks_table(groups: Sequence[Findings], grid: Grid) -> str:
+    rows = []
+    for policy in (*grid.fixed, *grid.ablated):
+        cells = []
+        for truth in grid.truths:
+            worst = _worst_row(groups, truth, policy)
+            cells.append("-" if worst is None else f"{worst[0]:.3f} ({worst[1]})")
+        rows.append((policy, *cells))
+    return _markdown(("chunk", *(f"worst row, {truth}" for truth in grid.truths)), rows)
+
+
+def _worst_row(groups: Sequence[Findings], truth: str, policy: str) -> tuple[float, str] | None:
+    return _least((one.over_best(policy), one.name) for one in groups if one.truth == truth)
+
+
+def _least(pairs: Iterable[tuple[float | None, str]]) -> tuple[float, str] | None:
+    return min(((value, name) for value, name in pairs if value is not None), default=None)
+
+
+def _claims(groups: Sequence[Findings], grid: Grid) -> list[str]:
+    """Each claim with what the scores say to it, for each truth."""
+    claims: list[tuple[str, Callable[[str, list[Findings]], str]]] = [
+        (
+            f"`slo`, never tuned, has at least {NEAR_BEST} times the goodput of the best ablated chunk on every row, "
+            f"and any one fixed chunk, plain or ablated, falls to {FIXED_FALLS} or less on some row.",
+            _first_claim,
+        ),
+        (
+            f"On {WIN_TRACE} the peak of `slo` is at least {WIN} times the best plain chunk's, for every gap target.",
+            _second_claim,
+        ),
+        (
+            f"At {OVERLOAD:g} times the rate of its peak, the goodput of `slo` is at least {HOLDS_UP} of the peak.",
+            _third_claim,
+        ),
+    ]
+    lines = []
+    for text, verdict in claims:
+        verdicts = (
+            f"{truth}: {verdict(truth, [one for one in groups if one.truth == truth])}" for truth in grid.truths
+        )
+        lines.append(f"{text} {'; '.join(verdicts)}.")
+    return lines
+
+
+def _first_claim(truth: str, groups: list[Findings]) -> str:
+    near = _least((one.over_ablated(), one.name) for one in groups)
+    everywhere = _least((one.least_over_ablated(), one.name) for one in groups)
+    grid = groups[0].grid
+    worst = [(_worst_row(groups, truth, policy), policy) for policy in (*grid.fixed, *grid.ablated)]
+    known = [(found, policy) for found, policy in worst if found is not None]
+    if near is None or everywhere is None or not known:
+        return "no data"
+    (steadiest, row), chunk = max(known)
+    holds = near[0] >= NEAR_BEST and steadiest <= FIXED_FALLS
+    return (
+        f"{_verdict(holds)} (peaks: {near[0]:.3f} or more, least for {near[1]}; at every common rate: "
+        f"{everywhere[0]:.3f} or more, least for {everywhere[1]}; the steadiest fixed chunk is {chunk} and falls to "
+        f"{steadiest:.3f} for {row})"
+    )
+
+
+def _second_claim(truth: str, groups: list[Findings]) -> str:
+    return _at_least(WIN, ((one.over_plain(), one.name) for one in groups if one.trace == WIN_TRACE))
+
+
+def _third_claim(truth: str, groups: list[Findings]) -> str:
+    return _at_least(HOLDS_UP, ((one.in_overload(), one.name) for one in groups))
+
+
+def _at_least(limit: float, pairs: Iterable[tuple[float | None, str]]) -> str:
+    least = _least(pairs)
+    return (
+        "no data" if least is None else f"{_verdict(least[0] >= limit)} ({least[0]:.3f} or more, least for {least[1]})"
+    )
+
+
+def _verdict(holds: bool) -> str:
+    return "**holds**" if holds else "**does not hold**"
+
+
+def _peak_text(one: Findings, peak: Score | None) -> str:
+    if peak is None:
+        return "-"
+    chunk = peak.policy.partition(":")[2]
+    star = "\\*" if one.is_at_an_end(peak) else ""
+    return (f"{chunk}: " if chunk else "") + f"{peak.goodput_rps:.3g} ({peak.rate_rps:.3g}){star}"
+
+
+def _ratio_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,38 @@
+"""`weft calibrate` in a real process, on a small model with random weights."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.engine.tiny import talking_directory
+
+
+def weft(*arguments: str | Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weft", *map(str, arguments)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+
+
+def test_calibrate_shows_and_saves_what_it_measured(tmp_path: Path) -> None:
+    model, cache, file = talking_directory(tmp_path / "small"), tmp_path / "cache", tmp_path / "out.json"
+    limits = ("--load-format", "dummy", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "1M")
+    done = weft("calibrate", model, *limits, "--seconds", "4", "--json", file, "--no-progress", cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for part in ("fixed", "weights", "decode step", "tokens/s (a step of ", "p50 / p99", "steps measured"):
+        assert part in done.stdout
+    (saved,) = (cache / "weft" / "calibration").iterdir()
+    assert saved.name.startswith("small-")
+    assert str(saved) in done.stdout
+    result = json.loads(file.read_text())
+    assert result["file"] == str(saved)
+    assert result["steps"] >= 16
+    assert result["coefficients"] == json.loads(saved.read_text())["coefficients"]
+
+
+def test_a_senseless_time_is_refused(tmp_path: Path) -> None:
+    done = weft("calibrate", tmp_path, "--seconds", "0", cache=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "weft: --seconds 0.0 must be above 0\n"

@@ -1,0 +1,110 @@
+"""The cost model's view of itself: margin, reported error, and what happens when coefficients change."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.cost import Coefficients, CostModel, StepShape, with_slice
+
+MODEL = Coefficients(0.001, 0.004, 2e-5, 1e-9, 2e-5, 1e-5, 3e-8)
+DECODES = StepShape(32, 0.0, 0, 32, 32_000)
+MIXED = StepShape(544, 400_000.0, 1, 32, 32_000)
+
+
+def test_the_margin_grows_with_the_error_and_shrinks_without() -> None:
+    cost = CostModel(MODEL, spread=0.05, refit=False)
+    for number in range(3000):
+        cost.observe(DECODES, 1.0, 1.1 + 0.05 * (-1) ** number)
+    assert cost.decode.margin > 1.15  # at least the worst that was seen
+    for _ in range(3000):
+        cost.observe(DECODES, 1.0, 1.0)
+    assert cost.decode.margin == pytest.approx(1.0, abs=0.01)
+    hiccup = CostModel(MODEL, spread=0.05)
+    hiccup.observe(DECODES, 1.0, 100.0)
+    assert hiccup.decode.margin < 1.3
+
+
+def test_errors_are_those_of_the_last_steps() -> None:
+    cost = CostModel(MODEL)
+    assert cost.errors() is None
+    cost.observe(DECODES, 0.0, 1.0)  # nothing can be said of it
+    assert cost.errors() is None
+    for _ in range(3 * cost.REPORTED):
+        cost.observe(DECODES, 1.0, 3.0)
+    for number in range(cost.REPORTED):
+        cost.observe(DECODES, 1.0, 0.5 if number % 50 == 0 else 1.1)
+    errors = cost.errors()
+    assert errors is not None
+    assert errors.p50 == pytest.approx(0.1)
+    assert errors.p99 == pytest.approx(0.5)
+
+
+def serve(cost: CostModel, factors: tuple[float, float], steps: int) -> list[tuple[float, float]]:
+    """Two kinds of step in turn that take so many times what MODEL says; margins before and after each change."""
+    changes = []
+    in_flight: tuple[StepShape, float] | None = None
+    for step in range(steps):
+        kind = step % 2
+        shape = (DECODES, MIXED)[kind]._replace(context=32_000 + step % 1000)
+        planned = shape, cost.predict(shape)
+        if in_flight is not None:
+            before, margin = cost.coefficients, cost.margin
+            wobble = 1 + 0.02 * math.sin(step)
+            cost.observe(*in_flight, MODEL.predict(in_flight[0]) * factors[1 - kind] * wobble)
+            if cost.coefficients is not before:
+                changes.append((margin, cost.margin))
+        in_flight = planned
+    return changes
+
+
+def test_without_refit_coefficients_stay() -> None:
+    cost = CostModel(MODEL, refit=False)
+    assert serve(cost, (1.0, 1.5), 5000) == []
+    assert cost.coefficients is MODEL
+
+
+def test_after_a_change_the_margin_is_that_of_the_new_coefficients() -> None:
+    cost = CostModel(MODEL)
+    changes = serve(cost, (1.0, 1.5), 2100)
+    assert len(changes) == 1
+    before, after = changes[0]
+    assert before > 1.5  # two kinds that are off by different factors
+    assert 1.0 < after < 1.15
+    # The step that was in flight meanwhile was predicted with the old ones, which must not count against the new.
+    assert cost.margin == pytest.approx(after, abs=0.02)
+
+
+def test_a_change_of_level_leaves_what_the_margin_makes_of_a_prediction() -> None:
+    cost = CostModel(MODEL)
+    [(before, after)] = serve(cost, (1.3, 1.3), 2500)
+    assert cost.predict(MIXED) / MODEL.predict(MIXED) * after == pytest.approx(before, rel=0.03)
+    errors = cost.errors()
+    assert errors is not None
+    assert errors.p50 < 0.3  # of the last steps, some of which were predicted before
+    serve(cost, (1.3, 1.3), cost.REPORTED + 1)
+    errors = cost.errors()
+    assert errors is not None
+    assert errors.p50 < 0.03
+
+
+@given(
+    st.builds(
+        Coefficients,
+        *[st.sampled_from([0.0, 1e-3, 7e-3])] * 2,
+        *[st.sampled_from([0.0, 1e-9, 3e-6, 2e-5])] * 6,
+    ),
+    st.integers(0, 300),
+    st.integers(0, 100_000),
+    st.integers(1, 20_000),
+    st.floats(0, 0.3),
+)
+def test_the_largest_slice_is_the_largest(
+    cost: Coefficients, decodes: int, first: int, most: int, limit: float
+) -> None:
+    shape = StepShape(decodes, 0.0, 0, decodes, decodes * 100)
+    found = cost.largest_slice(shape, first, most, limit)
+    assert 0 <= found <= most
+    assert found == 0 or cost.predict(with_slice(shape, first, found)) <= limit
+    assert found == most or cost.predict(with_slice(shape, first, found + 1)) > limit

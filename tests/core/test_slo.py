@@ -1,0 +1,231 @@
+"""Scripted schedules of `slo`: who goes first, how much a step carries, who gives way."""
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.core.test_scheduler import prompt, run
+from tests.toy import ToyExecutor, solo, toy_loop, toy_stream
+from weft.core import Coefficients, CostModel, Request, Scheduler, StepPlan, chunked, slo
+from weft.core.tenants import Tenants
+from weft.engine.executor import StepInputs, StepResult
+from weft.engine.loop import Loop
+from weft.errors import QueueFullError
+
+TICK = 1 / 128  # seconds of a token (no rounding); nothing else costs anything, and the model knows it exactly
+COST = Coefficients(fixed=0, weights=0, token=TICK, pair=0, slice=0, decode=0, context=0)
+
+
+class Timed(ToyExecutor):
+    """Its steps take exactly what the model says."""
+
+    now = 0.0
+
+    def run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+        result = super().run(plan, inputs)
+        result.started, self.now = self.now, self.now + COST.predict(plan.shape)
+        result.finished = self.now
+        return result
+
+
+def slo_loop(*, tokens: int = 64, seqs: int = 8) -> Loop:
+    scheduler = Scheduler(
+        policy=slo(CostModel(COST, spread=0.0), tokens), num_blocks=600, block_size=4, max_num_seqs=seqs
+    )
+    executor = Timed(scheduler.slots.size, 600, 4)
+    return Loop(scheduler, executor, depth=0, clock=lambda: executor.now)
+
+
+def add(loop: Loop, name: str, length: int, max_tokens: int = 1, **standing: Any) -> Any:
+    """Prompts that share nothing and do not end early. Targets are given in ticks."""
+    standing = {key: value * TICK if key.endswith("target") else value for key, value in standing.items()}
+    tags = (
+        p for i in range(1000) if len(solo(p := prompt(i * 31 + sum(name.encode()), length), max_tokens)) == max_tokens
+    )
+    stream = toy_stream(name, next(tags), max_tokens, **standing)
+    loop.add(stream)
+    return stream
+
+
+def test_a_prompt_gets_what_the_tightest_gap_leaves() -> None:
+    loop = slo_loop()
+    add(loop, "a", 3, 6, gap_target=5.0)
+    add(loop, "b", 3, 3, gap_target=8.0)
+    loop.step()
+    add(loop, "long", 30)
+    assert run(loop) == [
+        "a:3+1* b:3+1* long:0+3",
+        "a:4+1* b:4+1* long:3+3",
+        "a:5+1* long:6+4",
+        "a:6+1* long:10+4",
+        "a:7+1* long:14+4",
+        "long:18+12*",  # nobody waits for a token
+    ]
+
+
+def test_where_nobody_decodes_a_step_is_bounded_by_a_quarter_of_a_second_and_by_the_tokens() -> None:
+    for tokens, first in ((64, 32), (20, 20)):
+        loop = slo_loop(tokens=tokens)
+        add(loop, "a", 60)
+        assert run(loop)[0] == f"a:0+{first}"
+
+
+def test_a_short_prompt_with_less_slack_passes_a_long_one_that_is_under_way() -> None:
+    loop = slo_loop(tokens=10)
+    add(loop, "decode", 2, 30, gap_target=10.0, ttft_target=50.0)
+    add(loop, "long", 30, ttft_target=200.0)
+    assert run(loop, steps=2) == ["decode:0+2* long:0+2", "decode:2+1* long:2+9"]
+    add(loop, "short", 4, ttft_target=20.0, arrival=loop.clock())
+    assert run(loop, steps=2) == ["decode:3+1* short:0+4* long:11+5", "decode:4+1* long:16+9"]
+
+
+def test_several_prefills_share_a_step() -> None:
+    loop = slo_loop(tokens=12)
+    for name in "abc":
+        add(loop, name, 5, ttft_target=100.0)
+    assert run(loop) == ["a:0+5* b:0+5*", "c:0+5*"]  # no first token waits for more than another one's work
+
+
+def test_a_prompt_does_not_start_when_the_decode_step_that_it_joins_would_break_a_promise() -> None:
+    loop = slo_loop()
+    for name in "abc":
+        add(loop, name, 1, 4, gap_target=3.0)  # three decodes fill a step
+    loop.step()
+    loop.step()
+    add(loop, "d", 2, 2)
+    assert run(loop) == [
+        "a:2+1* b:2+1* c:1+1*",
+        "a:3+1* b:3+1* c:2+1*",
+        "c:3+1* d:0+2*",
+        "d:2+1*",
+    ]
+
+
+def test_batch_fills_the_slack_and_makes_room_when_somebody_comes() -> None:
+    loop = slo_loop(seqs=2)
+    add(loop, "x", 4, 4, batch=True)
+    add(loop, "y", 4, 4, batch=True, arrival=1.0)
+    loop.step()
+    add(loop, "person", 4, 2, gap_target=4.0, arrival=2.0)  # both seats are taken
+    assert run(loop) == [
+        "x:4+1* person:0+4*",
+        "x:5+1* person:4+1*",
+        "x:6+1* y:4+1*",
+        "y:5+1*",
+        "y:6+1*",
+    ]
+
+
+def test_a_request_without_a_promise_is_not_overtaken_for_ever() -> None:
+    loop = slo_loop(tokens=4)
+    add(loop, "patient", 4)
+    served = []
+    for number in range(400):  # each step takes four ticks and sees one more that is promised its first token soon
+        add(loop, f"z{number:03d}", 4, arrival=loop.clock(), ttft_target=50.0)
+        served += run(loop, steps=1)
+    assert 10.0 - 0.5 <= served.index("patient:0+4*") * 4 * TICK <= 10.0
+
+
+def test_the_tenant_that_was_served_least_goes_first() -> None:
+    loop = slo_loop(tokens=8)
+    for number in range(4):
+        add(loop, f"h{number}", 8, tenant="heavy", arrival=number * 0.01, ttft_target=1000.0)
+    assert run(loop, steps=1) == ["h0:0+8*"]
+    add(loop, "light", 8, tenant="light", arrival=1.0, ttft_target=5000.0)  # far more slack
+    add(loop, "middle", 8, tenant="light", arrival=2.0, ttft_target=5000.0)
+    assert run(loop) == ["h1:0+8*", "light:0+8*", "h2:0+8*", "middle:0+8*", "h3:0+8*"]
+
+
+def test_a_share_bounds_the_seats_while_others_are_there() -> None:
+    loop = slo_loop(tokens=16, seqs=4)
+    for number in range(4):
+        add(loop, f"h{number}", 2, 20, tenant="heavy", arrival=number * 0.01)
+    loop.step()
+    assert {request.tenant for request in loop.scheduler.running} == {"heavy"}
+    add(loop, "k", 2, 5, tenant="light", arrival=1.0)
+    add(loop, "l", 2, 5, tenant="light", arrival=1.1)
+    add(loop, "m", 2, 5, tenant="light", arrival=1.2)
+    loop.step()
+    seats = sorted(request.tenant for request in loop.scheduler.running)
+    assert seats == ["heavy", "heavy", "light", "light"]
+    run(loop)
+    loop.scheduler.check_integrity()
+
+
+def test_a_share_follows_its_weight() -> None:
+    tenants = Tenants(seats=10, blocks=100, weights={"gold": 4.0})
+    gold, plain = tenants.enter("gold"), tenants.enter("plain")
+    gold.seats, plain.seats = 8, 2
+    assert not tenants.is_over(gold)
+    assert tenants.is_over(gold, seats=1)
+    assert tenants.is_over(plain, seats=1)
+    assert tenants.is_over(plain, blocks=21)
+    gold.charge(80)
+    plain.charge(20)
+    assert gold.service == plain.service
+
+
+def test_being_away_earns_a_tenant_nothing() -> None:
+    tenants = Tenants(seats=10, blocks=100, weights={})
+    busy, idle = tenants.enter("busy"), tenants.enter("idle")
+    tenants.leave(idle)
+    busy.charge(1000)
+    back = tenants.enter("idle")
+    assert back.service == busy.service
+    back.charge(500)
+    tenants.leave(back)
+    assert tenants.enter("idle").service == 1500, "nor does leaving wipe out what it had"
+
+
+def test_the_one_whose_loss_costs_least_gives_way() -> None:
+    loop = toy_loop(num_blocks=12, budget=64, depth=0)
+    elder = add(loop, "elder", 8, 7, arrival=0.0)
+    large = add(loop, "large", 20, 12, arrival=2.0)
+    small = add(loop, "small", 8, 6, arrival=1.0)
+    run(loop)
+    # Age alone would have taken `large`, with more to compute anew.
+    assert (elder.request.preemptions, large.request.preemptions, small.request.preemptions) == (0, 0, 1)
+    assert small.request.lost_tokens > 0
+    for stream in (elder, large, small):
+        assert stream.output == solo(stream.prompt.tolist(), stream.request.max_tokens)
+
+
+def test_what_preemption_lost_is_in_the_record() -> None:
+    loop = toy_loop(num_blocks=8, budget=64, depth=1)
+    records = []
+    loop.on_record = records.append
+    streams = [add(loop, "a", 10, 16, arrival=0.0), add(loop, "b", 9, 16, arrival=1.0)]
+    run(loop)
+    assert sum(record.lost_tokens for record in records) == sum(s.request.lost_tokens for s in streams) > 0
+
+
+def test_a_full_queue_says_so_with_the_numbers() -> None:
+    def queued(**limits: int) -> Scheduler:
+        scheduler = Scheduler(policy=chunked(8), num_blocks=100, block_size=4, max_num_seqs=4, **limits)
+        scheduler.add(Request("a", prompt_tokens=30, max_tokens=1))
+        return scheduler
+
+    with pytest.raises(QueueFullError, match="1 requests wait already, max_queued_requests=1"):
+        queued(max_queued_requests=1).add(Request("b", prompt_tokens=1, max_tokens=1))
+    with pytest.raises(
+        QueueFullError, match=r"30 tokens of prompts wait already; with 11 more .* max_queued_tokens=40"
+    ):
+        queued(max_queued_tokens=40).add(Request("b", prompt_tokens=11, max_tokens=1))
+    fits = queued(max_queued_requests=2, max_queued_tokens=40)
+    fits.add(Request("b", prompt_tokens=10, max_tokens=1))
+    fits.plan(0.0)  # takes eight tokens of a: it no longer waits
+    fits.add(Request("c", prompt_tokens=30, max_tokens=1))
+    fits.check_integrity()
+
+
+def test_a_refusal_names_the_time_that_the_first_token_would_have_taken() -> None:
+    loop = slo_loop()
+    add(loop, "a", 40, ttft_target=50.0)
+    late = add(loop, "b", 40, ttft_target=60.0)
+    never = add(loop, "c", 40, gap_target=0.5, ttft_target=1e6)
+    (event,) = loop.step()
+    assert (event.stream, event.finish_reason) == (late, "refused")
+    assert late.request.predicted_ttft == pytest.approx(80 * TICK, rel=0.1)
+    assert never.request.predicted_ttft is not None
+    assert math.isfinite(never.request.predicted_ttft)

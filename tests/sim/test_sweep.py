@@ -1,0 +1,636 @@
+"""The sweep on a small trace made here, and its plan and report on scores made up here."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weft.errors import OptionError
+from weft.sim.profiles import load_profile
+from weft.sim.sweep import (
+    COURSES,
+    FALLEN,
+    Board,
+    Course,
+    Grid,
+    Row,
+    Run,
+    Score,
+    append_scores,
+    coarse_scale,
+    fine_scale_from,
+    fine_scales,
+    header_of,
+    highest,
+    is_plain,
+    load_material,
+    open_scores,
+    read_scores,
+    sweep,
+    usefulness,
+)
+from weft.sim.sweep_report import Findings, report_text, write_report
+
+SMALL = Grid(
+    courses=(Course("azure", "t.csv", 1.0, 0.0, lowest=0, highest=2),),
+    truths=("exact",),
+    gaps_ms=(15, 50),
+    chunks=(128, 1024),
+    duration=60.0,
+)
+INVENTED = Grid(
+    courses=(
+        Course("azure", "a.csv", 1.0, 0.0, lowest=-4, highest=12),
+        Course("mooncake", "m.jsonl", 1.0, 0.25, lowest=-4, highest=12),
+    ),
+    gaps_ms=(15, 50),
+    chunks=(64, 512),
+)
+ONE = replace(INVENTED, courses=INVENTED.courses[1:], truths=("exact",))
+REFUSING = [Row("mooncake", "exact", policy, gap) for policy in ("slo", *ONE.ablated) for gap in ONE.gaps_ms]
+UNIT = 5.0  # requests in a second at the made-up traces' own rate
+
+
+def make_trace(path: Path, requests: int = 20) -> None:
+    rows = [f"2023-11-16 18:15:{i % 60:02d}.{i:03d}0000,{300 + 97 * i % 2500},{2 + i % 7}" for i in range(requests)]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(sorted(rows)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_trace(tmp_path / "t.csv")
+    return tmp_path
+
+
+World = Callable[[Run, int], float]
+
+
+def invent(run: Run, gap: int, goodput: float) -> Score:
+    """As in a real run, goodput must not be above the rate: what is not run follows from that."""
+    assert goodput <= UNIT * run.scale * (1 + 1e-9)
+    return Score(run.trace, run.truth, run.policy, run.scale, UNIT * run.scale, gap, 1, goodput, 0, 0, 100)
+
+
+def invented(grid: Grid, runs: Iterable[Run], goodput: World) -> list[Score]:
+    return [invent(run, gap, goodput(run, gap)) for run in runs for gap in run.gaps(grid)]
+
+
+def filled(grid: Grid, goodput: World, scores: Iterable[Score] = ()) -> Board:
+    """A board on which everything that is wanted was run, with made-up results."""
+    board = Board(grid, scores)
+    while missing := board.missing():
+        for score in invented(grid, missing, goodput):
+            board.add(score)
+    return board
+
+
+def hill(at: float, height: float) -> Callable[[float], float]:
+    """Goodput that rises with the rate up to a peak and falls behind it, as the logarithm of the rate's distance."""
+    return lambda scale: height * min(scale / at, at / scale)
+
+
+def plain_falls(run: Run, gap: int) -> float:
+    """A world in which slo wins: the small chunk is good for tight gaps, the large one for the others."""
+    if run.policy == "slo":
+        return hill(2.0, 10.0)(run.scale) if run.scale < 2 else 10.0
+    if run.policy == "monolithic":
+        return 0.1
+    good = (gap == 15) == run.policy.endswith(":64")
+    return hill(2.3, 9.9 if good else 5.0)(run.scale) * (1.0 if run.policy.startswith("slo") else 0.6)
+
+
+def bumpy(seed: int) -> World:
+    """Goodput that is anything from nothing to all of the rate, at every rate anew."""
+
+    def goodput(run: Run, gap: int) -> float:
+        chance = random.Random(f"{seed} {run} {gap}")
+        kept = chance.choice((0.0, 1.0, chance.random(), chance.random() ** 4))
+        return UNIT * run.scale * kept
+
+    return goodput
+
+
+def smooth(seed: int) -> World:
+    """A hill for each policy and gap, somewhere on the grid or beyond its ends; some are steep and some flat."""
+
+    def goodput(run: Run, gap: int) -> float:
+        chance = random.Random(f"{seed} {run[:3]} {gap}")
+        at, kept, steep = 1.15 ** chance.uniform(-6, 14), chance.random(), chance.choice((0.2, 1.0, 4.0, 20.0))
+        return UNIT * kept * (run.scale if run.scale < at else at * (at / run.scale) ** steep)
+
+    return goodput
+
+
+# --- the plan ---
+
+
+def test_the_grid_has_every_policy_and_plain_ones_once_for_all_gaps() -> None:
+    runs = SMALL.coarse_runs()
+    assert len(runs) == len(set(runs)) == 3 * (2 * 3 + 3)  # rates; gaps of slo and two ablated, three plain ones
+    assert Run("azure", "exact", "monolithic", None, 1.15) in runs
+    assert Run("azure", "exact", "slo-order:128", 50, coarse_scale(2)) in runs
+    full = Grid()
+    assert len(full.chunks) == 8
+    assert [(course.lowest, course.highest) for course in COURSES] == [(3, 20), (-9, 4)]
+    assert len(full.coarse_runs()) == 2 * (18 + 14) * (4 * 9 + 9)
+
+
+def test_fine_rates_are_powers_of_one_ratio_strictly_between() -> None:
+    scales = fine_scales(1 / 1.15, 1.15)
+    assert scales == [pytest.approx(1.03**j, rel=1e-5) for j in range(-4, 5)]
+    assert fine_scales(1.0, 1.03**2) == [1.03]
+    assert fine_scale_from(1.5) == pytest.approx(1.03**14, rel=1e-5)
+    assert fine_scale_from(1.03) == 1.03
+
+
+def test_a_sweep_begins_with_the_highest_rate_of_who_refuses_and_the_lowest_of_who_does_not() -> None:
+    wanted = Board(INVENTED).missing()
+    assert len(wanted) == len(set(wanted)) == 2 * 2 * (2 * 3 + 3)  # traces, truths, as in the grid
+    for run in wanted:
+        scales = INVENTED.scales(run.trace)
+        assert run.scale == (scales[0] if is_plain(run.policy) else scales[-1])
+    only_these = Board(INVENTED).wanted("azure", "exact", 15)
+    assert set(only_these) == {run for run in wanted if run[:2] == ("azure", "exact") and run.gap_ms in (15, None)}
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("world", [smooth, bumpy])
+def test_rates_that_are_not_run_cannot_be_a_peak(world: Callable[[int], World], seed: int) -> None:
+    goodput = world(seed)
+    whole = Board(ONE, invented(ONE, ONE.coarse_runs(), goodput))
+    board = filled(ONE, goodput)
+    for row in REFUSING:
+        full = {scale: whole.row(row)[scale] for scale in ONE.scales("mooncake")}
+        found, expected = board.coarse_peak(row), highest(full.values())
+        assert found is not None
+        assert found.goodput_rps == expected.goodput_rps
+        assert expected.goodput_rps == 0 or found.scale == expected.scale
+        assert all(UNIT * scale <= found.goodput_rps for scale in full.keys() - board.row(row).keys())
+        peak = board.peak(row)
+        assert peak is not None
+        assert peak.goodput_rps >= expected.goodput_rps
+
+
+def test_who_refuses_is_run_down_to_the_rate_of_its_best_goodput_and_no_further() -> None:
+    def flat(run: Run, gap: int) -> float:
+        return min(UNIT * run.scale, 10.0 if gap == 15 else 3.3)
+
+    board = filled(ONE, flat)
+    scales = ONE.scales("mooncake")
+    for row in REFUSING:
+        done = [scale for scale in scales if scale in board.row(row)]
+        assert done == [scale for scale in scales if UNIT * scale > (10.0 if row.gap_ms == 15 else 3.3)]
+
+
+def test_who_refuses_is_run_at_all_rates_while_it_has_less_goodput_than_any() -> None:
+    board = filled(ONE, lambda run, gap: 0.5)
+    for row in REFUSING:
+        assert set(ONE.scales("mooncake")) <= board.row(row).keys()
+
+
+def plain_rates(board: Board, policy: str = "chunked:64") -> list[float]:
+    """Those of the grid at which a plain policy was run, under every gap."""
+    rows = [board.row(Row("mooncake", "exact", policy, gap)) for gap in ONE.gaps_ms]
+    assert rows[0].keys() == rows[1].keys()
+    return [scale for scale in ONE.scales("mooncake") if scale in rows[0]]
+
+
+@pytest.mark.parametrize("last", [{15: 3, 50: 9}, {15: 9, 50: 3}, {15: 0, 50: 6}, {15: 0, 50: 1}])
+def test_a_plain_policy_stops_after_it_has_fallen_for_all_gaps_and_not_before(last: dict[int, int]) -> None:
+    scales = ONE.scales("mooncake")
+
+    def drowns(run: Run, gap: int) -> float:
+        """All is kept at so many of the lowest rates; then a little less than FALLEN of that."""
+        good = [UNIT * scale for scale in scales[: last[gap]]]
+        best = max(good, default=0.0)
+        return min(UNIT * run.scale, best) if UNIT * run.scale <= best else 0.99 * FALLEN * best
+
+    board = Board(ONE)
+    wanted = []
+    while runs := [run for run in board.missing() if run.policy == "chunked:64"]:
+        assert len(runs) == 1  # the next rate depends on this one
+        assert not board.has_fallen("mooncake", "exact", "chunked:64")
+        assert board.coarse_peak(Row("mooncake", "exact", "chunked:64", 15)) is None
+        wanted.append(runs[0].scale)
+        for score in invented(ONE, runs, drowns):
+            board.add(score)
+    assert board.has_fallen("mooncake", "exact", "chunked:64")
+    assert wanted == scales[: max(last.values()) + 2]
+    for gap, count in last.items():
+        peak = board.coarse_peak(Row("mooncake", "exact", "chunked:64", gap))
+        assert peak is not None
+        assert peak.scale == scales[max(count - 1, 0)]
+
+
+def test_a_plain_policy_goes_on_after_one_bad_rate_or_just_enough_goodput() -> None:
+    scales = ONE.scales("mooncake")
+    dips = dict(zip(scales, [2.0, 2.0, 0.0, 2.0, 0.0, 2.0], strict=False))
+    board = filled(ONE, lambda run, gap: dips.get(run.scale, 0.1))
+    assert plain_rates(board) == scales[:8]
+    board = filled(ONE, lambda run, gap: 2.0 if run.scale < 1 else 2.0 * FALLEN)
+    assert plain_rates(board) == scales
+
+
+def test_finer_rates_do_not_make_a_plain_policy_fall() -> None:
+    scales = ONE.scales("mooncake")
+    board = filled(ONE, lambda run, gap: hill(1.15**5, 3.0)(run.scale) if run.scale in scales else 0.0)
+    assert len(board.row(Row("mooncake", "exact", "chunked:64", 15))) > len(scales)
+    assert plain_rates(board) == scales
+
+
+def test_finer_rates_come_only_when_a_row_is_complete_and_only_near_the_peak_of_the_best() -> None:
+    def goodput(run: Run, gap: int) -> float:
+        return hill(1.15**5, 3.0 if run.policy == "chunked:64" else 2.9)(run.scale)
+
+    coarse = [run for run in ONE.coarse_runs() if run.policy in ONE.fixed]
+    *most, other, last = sorted(coarse, key=lambda run: run.scale)
+    board = Board(ONE, invented(ONE, most, goodput))
+    for run in (other, last):  # while one is missing, either chunk may be the better one
+        assert board.near_peaks("mooncake", "exact", 15) == {}
+        assert {one.scale for one in board.missing() if one.policy == run.policy} == {run.scale}
+        for score in invented(ONE, [run], goodput):
+            board.add(score)
+    wanted = [run for run in board.wanted("mooncake", "exact", 15) if is_plain(run.policy)]
+    assert {run.policy for run in wanted} == {"chunked:64", "monolithic"}
+    assert {run.gap_ms for run in wanted} == {None}
+    assert [run.scale for run in wanted if run.policy == "chunked:64"] == fine_scales(1.15**4, 1.15**6)
+    assert [run.scale for run in wanted if run.policy == "monolithic"] == ONE.scales("mooncake")[:1]
+
+
+def test_finer_rates_are_for_slo_the_best_ablated_and_the_best_plain_chunk_alone() -> None:
+    board = filled(INVENTED, plain_falls)
+    assert board.near_peaks("azure", "exact", 15).keys() == {"slo", "slo-order:64", "chunked:64"}
+    assert board.near_peaks("azure", "exact", 50).keys() == {"slo", "slo-order:512", "chunked:512"}
+    scales = set(INVENTED.scales("azure"))
+    assert not board.row(Row("azure", "exact", "slo-order:512", 15)).keys() - scales
+    assert not board.row(Row("azure", "exact", "slo-order:64", 50)).keys() - scales
+    assert not board.row(Row("azure", "exact", "monolithic", 15)).keys() - scales
+    assert board.row(Row("azure", "exact", "chunked:64", 15)).keys() - scales == set(fine_scales(1.15**5, 1.15**7))
+
+
+def test_slo_and_the_best_ablated_chunk_share_their_finer_rates() -> None:
+    board = filled(INVENTED, plain_falls)
+    near = board.near_peaks("azure", "exact", 15)
+    assert board.best_of(INVENTED.ablated, "azure", "exact", 15) == "slo-order:64"
+    assert near["slo"] == near["slo-order:64"] == set(fine_scales(1.15**4, 1.15**6) + fine_scales(1.15**5, 1.15**7))
+    for scale in near["slo"]:
+        assert scale in board.row(Row("azure", "exact", "slo", 15))
+        assert scale in board.row(Row("azure", "exact", "slo-order:64", 15))
+
+
+def test_slo_is_run_at_one_and_a_half_times_the_rate_of_its_peak() -> None:
+    board = filled(INVENTED, lambda run, gap: hill(1.15**3 * 1.04, 5.0)(run.scale))
+    row = Row("azure", "exact", "slo", 15)
+    peak = board.peak(row)
+    assert peak is not None
+    assert peak.scale == pytest.approx(1.15**3 * 1.04, rel=0.015)  # nearer than the grid is
+    scale = board.overload_scale("azure", "exact", 15)
+    assert scale is not None
+    assert 1.5 <= scale / peak.scale < 1.5 * 1.03
+    assert scale in board.row(row)
+    assert scale not in board.row(Row("azure", "exact", "slo-order:64", 15))
+
+
+def test_the_overload_point_is_not_taken_for_a_peak() -> None:
+    board = filled(INVENTED, lambda run, gap: run.scale)  # rises without end
+    peak = board.peak(Row("azure", "exact", "slo", 15))
+    assert peak is not None
+    assert peak.scale == INVENTED.scales("azure")[-1]
+    assert max(board.row(Row("azure", "exact", "slo", 15))) > 1.5 * peak.scale
+    assert max(board.row(Row("azure", "exact", "slo-order:64", 15))) == peak.scale
+    assert ")\\* |" in report_text("f", {}, board)
+
+
+def test_the_useful_comes_first() -> None:
+    order = sorted(INVENTED.coarse_runs(), key=lambda run: usefulness(INVENTED, run))
+    truths = [run.truth for run in order]
+    assert truths == sorted(truths, key=INVENTED.truths.index)
+    exact = [run.policy.startswith("slo") for run in order if run.truth == "exact"]
+    assert exact == sorted(exact, reverse=True)
+    for row in (("azure", "exact", "slo", 15), ("azure", "exact", "chunked:64", None)):
+        scales = [run.scale for run in order if run[:4] == row]
+        assert scales == INVENTED.scales("azure")  # the longest run first
+    alike = [run.policy for run in order if run[1:2] + run[4:] == ("exact", 1.0) and is_plain(run.policy)]
+    assert alike == ["chunked:64"] * 2 + ["chunked:512"] * 2 + ["monolithic"] * 2
+
+
+@pytest.mark.parametrize("world", [plain_falls, smooth(1), bumpy(1), bumpy(2)])
+def test_half_a_file_leads_to_the_same_points_as_a_sweep_in_one_go(tmp_path: Path, world: World) -> None:
+    """Whatever the workers finished first, and wherever they were stopped."""
+    grid = replace(ONE, courses=(replace(ONE.courses[0], lowest=0, highest=7),))
+    expected = sorted(filled(grid, world).scores(), key=lambda score: score.order)
+    header = header_of(load_profile("h200-llama-3-8b"))
+    for seed in range(2):
+        path, chance = tmp_path / f"{seed}", random.Random(seed)
+        runs = 0
+        board = Board(grid, open_scores(path, header))
+        while missing := board.missing():
+            scores = invented(grid, [chance.choice(missing)], world)
+            append_scores(path, scores)
+            for score in scores:
+                board.add(score)
+            runs += 1
+            if chance.random() < 0.1:  # stopped, and started again
+                board = Board(grid, open_scores(path, header))
+        found = read_scores(path)[1]
+        assert sorted(found, key=lambda score: score.order) == expected
+        assert runs == len({Run.of(*score.row, score.scale) for score in found})  # none twice
+
+
+# --- runs ---
+
+
+def test_the_file_is_the_same_whatever_the_number_of_workers(folder: Path) -> None:
+    material = load_material(SMALL, folder)
+    for jobs in (1, 3):
+        assert sweep(material, folder / f"{jobs}", jobs) == 0
+    assert (folder / "1").read_bytes() == (folder / "3").read_bytes()
+    header, scores, _ = read_scores(folder / "1")
+    assert header == header_of(load_profile("h200-llama-3-8b"))
+    assert not Board(SMALL, scores).missing()
+    assert [score.order for score in scores] == sorted(score.order for score in scores)
+    own = (len(material.traces["azure"].arrivals)) / material.traces["azure"].span
+    for score in scores:
+        assert score.rate_rps == pytest.approx(score.scale * own, rel=1e-4)
+        assert score.goodput_rps == pytest.approx(score.rate_rps * score.kept / score.requests, rel=1e-4)
+        assert score.kept + score.refused <= score.requests
+
+
+def test_one_plain_run_scores_as_a_run_for_each_gap_would(folder: Path) -> None:
+    sweep(load_material(SMALL, folder), folder / "both", 2, only="chunked:128")
+    sweep(load_material(replace(SMALL, gaps_ms=(50,)), folder), folder / "one", 2, only="chunked:128")
+    both = {(s.row, s.scale): s for s in read_scores(folder / "both")[1]}
+    one = {(s.row, s.scale): s for s in read_scores(folder / "one")[1]}
+    common = both.keys() & one.keys()
+    assert len(common) >= len(SMALL.scales("azure"))
+    assert all(both[key] == one[key] for key in common)
+    assert {s.gap_ms for s in both.values()} == {15, 50}
+
+
+def test_only_runs_what_was_asked_for_and_the_rest_can_follow(folder: Path) -> None:
+    material = load_material(SMALL, folder)
+    sweep(material, folder / "parts", 2, only="/slo/15ms")
+    assert {(s.policy, s.gap_ms) for s in read_scores(folder / "parts")[1]} == {("slo", 15)}
+    sweep(material, folder / "parts", 2)
+    sweep(material, folder / "whole", 2)
+    assert (folder / "parts").read_bytes() == (folder / "whole").read_bytes()
+    with pytest.raises(OptionError, match="such a name is azure/exact/slo/15ms"):
+        sweep(material, folder / "parts", 2, only="sol")
+
+
+def test_it_stops_in_time_and_says_what_is_left(folder: Path) -> None:
+    material = load_material(SMALL, folder)
+    assert sweep(material, folder / "out", 2, seconds=0) == len(Board(SMALL).missing()) == 2 * 3 + 3
+    assert read_scores(folder / "out")[1] == []
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_sweep_that_is_interrupted_again_and_again_ends_with_the_same_file(folder: Path) -> None:
+    material = load_material(SMALL, folder)
+
+    def stop(done: int, total: int) -> None:
+        if done >= 8:
+            raise Stop
+
+    stops = 0
+    while stops < 50:
+        try:
+            assert sweep(material, folder / "parts", 2, tell=stop) == 0
+            break
+        except Stop:
+            stops += 1
+    assert stops > 2
+    sweep(material, folder / "whole", 2)
+    assert (folder / "parts").read_bytes() == (folder / "whole").read_bytes()
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from tests.sim.test_sweep import SMALL
+from weft.sim.sweep import load_material, sweep
+folder = Path(sys.argv[1])
+sweep(load_material(SMALL, folder), folder / "killed", jobs=2)
+"""
+
+
+def test_a_sweep_that_was_killed_goes_on_where_it_was(folder: Path) -> None:
+    make_trace(folder / "t.csv", requests=40)
+    out = folder / "killed"
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", PROCESS, folder], cwd=root, start_new_session=True) as process:
+        patience = time.monotonic() + 60
+        while not (out.exists() and out.read_bytes().count(b"\n") > 5):
+            assert time.monotonic() < patience
+            assert process.poll() is None, "it was done before it could be killed"
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    while _is_alive(process.pid):  # its workers notice
+        assert time.monotonic() < patience
+        time.sleep(0.05)
+    done = out.read_bytes().count(b"\n") - 1
+    with out.open("ab") as file:
+        file.write(b'{"trace":"azure","truth":"ex')  # as a kill in the middle of a write leaves it
+    material = load_material(SMALL, folder)
+    totals = []
+    assert sweep(material, out, 2, tell=lambda done, total: totals.append(total)) == 0
+    sweep(material, folder / "fresh", 2)
+    assert out.read_bytes() == (folder / "fresh").read_bytes()
+    # A plain run makes two lines, others one.
+    assert totals[-1] <= len({Run.of(*s.row, s.scale) for s in read_scores(out)[1]}) - done / 2
+
+
+def _is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# --- the file ---
+
+
+def test_a_file_of_another_profile_version_or_kind_is_not_touched(tmp_path: Path) -> None:
+    profile = load_profile("h200-llama-3-8b")
+    path = tmp_path / "out"
+    assert open_scores(path, header_of(profile)) == []
+    before = path.read_bytes()
+    for other in (header_of(replace(profile, kv_tokens=1000)), {**header_of(profile), "weft": "9.9"}):
+        with pytest.raises(OptionError, match="choose another file"):
+            open_scores(path, other)
+    assert path.read_bytes() == before
+    for text in ("dear diary", "dear diary\n", '{"profile":"x"}\n{"a":1}\n'):
+        path.write_text(text)
+        with pytest.raises(OptionError, match="not from a sweep"):
+            open_scores(path, header_of(profile))
+        assert path.read_text() == text
+
+
+def test_a_line_that_was_cut_off_is_dropped_even_the_first(tmp_path: Path) -> None:
+    header = header_of(load_profile("h200-llama-3-8b"))
+    path = tmp_path / "out"
+    open_scores(path, header)
+    whole = path.read_bytes()
+    for cut in (0, 5, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        assert open_scores(path, header) == []
+        assert path.read_bytes() == whole
+    path.write_bytes(whole + whole[:9])
+    assert open_scores(path, header) == []
+    assert path.read_bytes() == whole
+
+
+# --- the report ---
+
+
+def test_the_report_states_what_the_scores_say() -> None:
+    text = report_text("s.jsonl", {"profile": "p", "weft": "1"}, filled(INVENTED, plain_falls))
+    assert "Not finished" not in text
+    claims = text.split("## The claims")[1]
+    assert claims.count("**holds**") == 6  # three claims, two truths
+    assert "does not" not in claims
+    row = next(line for line in text.splitlines() if line.startswith("| mooncake, 15 ms"))
+    assert "| 10 (" in row
+    assert "| 64: 9." in row
+    assert "| 64: 5.9" in row
+    assert row.endswith("| 1.000 |")  # in overload
+    chunks = text.split("## Fixed chunks")[1]
+    assert "| slo-order:64 | 0.49" in chunks  # 5 of 10, but for the distance of its peak to the next rate that was run
+
+
+def test_the_report_says_where_a_claim_fails() -> None:
+    def fails(run: Run, gap: int) -> float:
+        if run.truth == "disturbed" and run.policy == "slo" and run.scale > 2:
+            return 0.5 * plain_falls(run, gap)
+        return plain_falls(run, gap)
+
+    claims = report_text("f", {}, filled(INVENTED, fails)).split("## The claims")[1].strip().split("\n\n")
+    assert [claim.count("**does not hold**") for claim in claims] == [0, 0, 1]
+    assert "disturbed: **does not hold** (0.50" in claims[2]
+
+    def slow(run: Run, gap: int) -> float:
+        return 0.5 * plain_falls(run, gap) if run.policy == "slo" and run.trace == "mooncake" else plain_falls(run, gap)
+
+    claims = report_text("f", {}, filled(INVENTED, slow)).split("## The claims")[1].strip().split("\n\n")
+    assert [claim.count("**does not hold**") for claim in claims] == [2, 2, 0]
+    assert "least for mooncake, 15 ms" in claims[0]
+
+
+LOWEST = UNIT * coarse_scale(-4)
+
+
+def near_the_low_end(peak: float) -> World:
+    """slo is not much above the lowest rate, and plain chunks, whose peak is here, are far below both."""
+
+    def goodput(run: Run, gap: int) -> float:
+        if is_plain(run.policy):
+            return hill(peak, 0.5)(run.scale)
+        if run.policy == "slo":
+            return min(UNIT * run.scale, 3.5)
+        good = (gap == 15) == run.policy.endswith(":64")
+        return hill(coarse_scale(2), 3.5 if good else 1.0)(run.scale)
+
+    return goodput
+
+
+def test_a_plain_peak_at_the_lowest_rate_counts_as_that_rate() -> None:
+    board = filled(INVENTED, near_the_low_end(coarse_scale(-4)))
+    one = Findings(board, "mooncake", "exact", 15)
+    assert one.peaks["chunked:64"].goodput_rps == one.peaks["chunked:512"].goodput_rps == 0.5
+    assert one.most("chunked:64") == one.most("chunked:512") == pytest.approx(LOWEST)
+    assert one.over_plain() == pytest.approx(3.5 / LOWEST)
+    assert one.over_best("chunked:64") == pytest.approx(LOWEST / 3.5)
+    text = report_text("f", {}, board)
+    rows = [line for line in text.splitlines() if line.startswith("| mooncake, 15 ms")]
+    assert [row.count(f"| 64: 0.5 ({LOWEST:.3g})\\* |") for row in rows] == [1, 1]
+    assert [row.count(f"| {3.5 / LOWEST:.3f} |") for row in rows] == [1, 1]
+    claims = text.split("## The claims")[1].strip().split("\n\n")
+    assert [claim.count("**does not hold**") for claim in claims] == [2, 2, 0]
+    assert f"the steadiest fixed chunk is chunked:64 and falls to {LOWEST / 3.5:.3f}" in claims[0]
+    assert f"({3.5 / LOWEST:.3f} or more, least for mooncake, 15 ms)" in claims[1]
+
+
+def test_a_plain_peak_above_the_lowest_rate_counts_as_what_it_is() -> None:
+    board = filled(INVENTED, near_the_low_end(coarse_scale(-3)))
+    one = Findings(board, "mooncake", "exact", 15)
+    assert one.most("chunked:64") == one.peaks["chunked:64"].goodput_rps == 0.5
+    assert one.over_plain() == pytest.approx(3.5 / 0.5)
+    claims = report_text("f", {}, board).split("## The claims")[1].strip().split("\n\n")
+    assert [claim.count("**holds**") for claim in claims] == [2, 2, 2]
+    assert "(7.000 or more, least for mooncake, 15 ms)" in claims[1]
+
+
+def test_a_report_of_half_a_sweep_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    open_scores(path, header_of(load_profile("h200-llama-3-8b")))
+    with pytest.raises(OptionError, match="has no scores yet"):
+        write_report(path, tmp_path / "t.md", INVENTED)
+    scores = [invent(run, run.gap_ms or 15, 1.0) for run in INVENTED.coarse_runs()[:3]]
+    path.write_bytes(path.read_bytes() + b"".join(json.dumps(s._asdict()).encode() + b"\n" for s in scores))
+    write_report(path, tmp_path / "t.md", INVENTED)
+    text = (tmp_path / "t.md").read_text()
+    assert "Not finished" in text
+    assert "no data" in text
+
+
+# --- the commands ---
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    """Tiny ones, under the names of the real ones."""
+    make_trace(tmp_path / "AzureLLMInferenceTrace_conv.csv", requests=5)
+    lines = [{"timestamp": 3000 * i, "input_length": 900, "output_length": 5, "hash_ids": [1, i]} for i in range(4)]
+    (tmp_path / "mooncake_conversation_trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return tmp_path
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "weft", "sweep", "--no-progress", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_command_runs_and_reports(traces: Path) -> None:
+    out, table = traces / "out.jsonl", traces / "t.md"
+    options = ("--traces", traces, "--out", out, "--jobs", "2", "--only", "mooncake/exact/slo/50ms", "--table", table)
+    done = command(*options)
+    assert done.returncode == 0, done.stderr
+    assert "| mooncake, 50 ms |" in table.read_text()
+    scores = read_scores(out)[1]
+    assert {score.row for score in scores} == {Row("mooncake", "exact", "slo", 50)}
+    table.unlink()
+    before = out.read_bytes()
+    assert command("--out", out, "--table", table, "--report").returncode == 0
+    assert "Not finished" in table.read_text()
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--report",), "--report needs --table"),
+        ((), "--traces DIR is missing"),
+        (("--traces", "/no/such"), "--traces /no/such is not a folder"),
+        (("--traces", ".", "--jobs", "0"), "--jobs 0 must be at least 1"),
+        (("--traces", "."), "cannot read the trace AzureLLMInferenceTrace_conv.csv"),
+        (("--report", "--table", "t.md"), "cannot read"),
+    ],
+)
+def test_bad_options_are_one_line(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    done = command("--out", tmp_path / "out", *options)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
