@@ -4,6 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from weft.cli import interference
+
 SIZES = (1, 64, 256, 1024, 4096)
 
 
@@ -23,6 +25,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
     scheduler.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     scheduler.set_defaults(run=run_scheduler)
+    interference.register(kinds)
 
 
 def run_scheduler(arguments: argparse.Namespace) -> int:

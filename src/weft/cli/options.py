@@ -44,6 +44,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="keep the KV cache of prompts and reuse it where another begins alike (default: on)",
     )
+    add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights (default: auto)")
+
+
+def add_promise_arguments(parser: argparse.ArgumentParser) -> None:
     promises = parser.add_argument_group(
         "promises",
         "With a target, the device is measured once (weft calibrate); what cannot be kept is refused.",
@@ -73,12 +77,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     promise("--max-queued-requests", type=int, metavar="N", help="more that wait are turned away (default: no limit)")
     promise("--max-queued-tokens", type=int, metavar="N", help="of waiting prompts, likewise (default: no limit)")
-    add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights (default: auto)")
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """What `LLM` takes, from parsed arguments."""
-    return {field.name: getattr(arguments, field.name) for field in fields(EngineOptions) if field.name != "seed"}
+    names = [field.name for field in fields(EngineOptions) if field.name != "seed"]
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:

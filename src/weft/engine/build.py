@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and must not be before prepa
 
 MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of books for each
 MOST_SPREAD = 0.15  # a margin to begin with; what the error really is will be learnt within some hundred steps
+CALIBRATION = 5.0  # seconds
 LEAST_GAP = 1.5  # decode steps; with less there would be no room for any prefill
 
 
@@ -99,14 +100,25 @@ def _calibration(file: Path, executor: Executor, measuring: dict[str, Any]) -> C
     """What was measured before, or is measured now; a folder that cannot be written to costs the next start only."""
     found = load_calibration(file)
     if found is None:
-        slots = Slots.size_for(measuring["max_num_seqs"])
-        with work_progress("calibrating", 1000, sys.stderr.isatty()) as advance:
-            found = calibrate(executor, slots=slots, progress=lambda share: advance(int(1000 * share)), **measuring)
+        try:
+            found = _measure(executor, measuring, CALIBRATION)
+        except EngineError:  # a slow or a busy machine
+            found = _measure(executor, measuring, 4 * CALIBRATION)
         try:
             save_calibration(file, found)
         except EngineError as error:
             print(f"weft: {error}", file=sys.stderr)
     return found
+
+
+def _measure(executor: Executor, measuring: dict[str, Any], seconds: float) -> Calibration:
+    slots = Slots.size_for(measuring["max_num_seqs"])
+    with work_progress("calibrating", 1000, sys.stderr.isatty()) as advance:
+
+        def show(share: float) -> None:
+            advance(int(1000 * share))
+
+        return calibrate(executor, slots=slots, seconds=seconds, progress=show, **measuring)
 
 
 def _promises(options: EngineOptions, calibration: Calibration) -> Promises:

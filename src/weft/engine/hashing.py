@@ -13,8 +13,9 @@ def root_hash(salt: str = "") -> bytes:
     return hashlib.blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
 
 
-def block_hash(parent: bytes, tokens: NDArray[np.int32]) -> bytes:
-    return hashlib.blake2b(parent + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()
+def block_hash(parent: bytes, tokens: bytes) -> bytes:
+    """`tokens` are the ids as 32-bit numbers, in the machine's order."""
+    return hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
 
 
 def prompt_hashes(root: bytes, tokens: NDArray[np.int32], block_size: int) -> list[bytes]:
@@ -22,6 +23,6 @@ def prompt_hashes(root: bytes, tokens: NDArray[np.int32], block_size: int) -> li
     hashes: list[bytes] = []
     parent = root
     for end in range(block_size, len(tokens) + 1, block_size):
-        parent = block_hash(parent, tokens[end - block_size : end])
+        parent = block_hash(parent, tokens[end - block_size : end].tobytes())
         hashes.append(parent)
     return hashes

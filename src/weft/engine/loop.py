@@ -101,23 +101,29 @@ class Loop:
         with self._all_or_nothing():
             self._in_flight.popleft()
             outcome = Outcome()
-            events = list(self._events(plan, result, outcome))
+            events = self._events(plan, result, outcome)
             self._hash_filled(plan, outcome)
             self.on_record(self.scheduler.commit(plan, outcome, result.started, result.finished))
             for request, _ in outcome.finished:
                 del self.streams[request.id]
         return events
 
-    def _events(self, plan: StepPlan, result: StepResult, outcome: Outcome) -> Iterator[TokenEvent]:
+    def _events(self, plan: StepPlan, result: StepResult, outcome: Outcome) -> list[TokenEvent]:
         """Appends sampled tokens to their streams and notices who is done."""
+        events = []
         for row, found in result.prompt_logprobs.items():
             if plan.requests[row].state is not State.FINISHED:
                 stream = self.streams[plan.requests[row].id]
-                yield TokenEvent(stream, None, None, prompt_logprobs=found, prompt_first=int(plan.first[row]))
-        # The one loop over all that run: its names are local, because every request pays for it in every step.
-        requests, streams, last, ended, logprobs = plan.requests, self.streams, plan.last.tolist(), State.FINISHED, None
-        for row, token in zip(np.flatnonzero(plan.samples).tolist(), result.tokens, strict=True):
-            request = requests[row]
+                first = int(plan.first[row])
+                events.append(TokenEvent(stream, None, None, prompt_logprobs=found, prompt_first=first))
+        # The one loop over all that run: its names are local and its tuples are made the short way, because every
+        # request pays for it in every step.
+        streams, ended, make = self.streams, State.FINISHED, tuple.__new__
+        described, logprobs = result.logprobs, None
+        sampling = np.flatnonzero(plan.samples).tolist()
+        requests = plan.requests if len(sampling) == len(plan.requests) else [plan.requests[row] for row in sampling]
+        last = plan.last[plan.samples].tolist()
+        for row, request, token, is_last in zip(sampling, requests, result.tokens, last, strict=True):
             if request.state is ended:
                 continue  # aborted, or ended in the step before: the surplus token is thrown away
             stream = streams[request.id]
@@ -125,13 +131,14 @@ class Loop:
             reason = None
             if token in stream.stop_ids and len(stream.output) >= stream.params.min_tokens:
                 reason = "stop"
-            elif last[row]:
-                reason = "length"
-            if reason:
                 outcome.finished.append((request, reason))
-            if result.logprobs:
-                logprobs = result.logprobs.get(row)
-            yield TokenEvent(stream, token, reason, logprobs)
+            elif is_last:
+                reason = "length"
+                outcome.finished.append((request, reason))
+            if described:
+                logprobs = described.get(row)
+            events.append(make(TokenEvent, (stream, token, reason, logprobs, None, 0)))
+        return events
 
     def _hash_filled(self, plan: StepPlan, outcome: Outcome) -> None:
         size = self.scheduler.block_size

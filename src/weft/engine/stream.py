@@ -1,6 +1,7 @@
 """Stream: the token values and wishes behind a core Request. The loop owns it; core never sees inside."""
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -72,7 +73,13 @@ class Stream:
         """Extends the request's hashes over the blocks that `computed` tokens fill; says whether any was new."""
         hashes = self.request.hashes
         before = len(hashes)
+        split = len(self.prompt)
         while (len(hashes) + 1) * block_size <= computed:
-            self.tail = block_hash(self.tail, self.values(len(hashes) * block_size, block_size))
+            first = len(hashes) * block_size
+            if first >= split:  # the usual case, without numpy: many streams fill a block in every step
+                content = array("i", self.output[first - split : first - split + block_size]).tobytes()
+            else:
+                content = self.values(first, block_size).tobytes()
+            self.tail = block_hash(self.tail, content)
             hashes.append(self.tail)
         return len(hashes) > before

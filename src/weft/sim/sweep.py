@@ -35,6 +35,7 @@ COARSE, FINE = 1.15, 1.03  # ratios of neighbouring rates, on the grid and near 
 DISTURBED = {"bias": 0.1, "noise": 0.05, "seed": 0}
 TRUTHS: dict[str, dict[str, Any]] = {"exact": {}, "disturbed": DISTURBED}
 FALLEN = 0.1  # of the peak: what a policy that refuses nobody keeps once it is drowned
+BEATEN = 0.8  # of slo's peak: at rates below this, and so with goodput below it, nobody is a match for slo
 OVERLOAD = 1.5  # times the rate of slo's peak
 STALE = 1.0  # seconds between looks at the clock, and at whether the parent is still there
 
@@ -234,15 +235,19 @@ class Board:
         return all(run.scale in self.row(row) for row in rows)
 
     def next_coarse(self, row: Row) -> float | None:
-        """The rate of the grid that is to be run next; None where the others cannot be a peak.
+        """The rate of the grid that is to be run next; None where the others do not matter.
 
-        Who refuses is run from the highest rate down, as far as the rate exceeds the best goodput so far: goodput is
-        never above the rate. Who refuses nobody is run from the lowest rate up, until its goodput has FALLEN.
+        Goodput is never above the rate. So who refuses is run from the highest rate down, as far as the rate exceeds
+        its best goodput so far, and an ablated chunk also only as far as the rate exceeds BEATEN times slo's peak. Who
+        refuses nobody is run from the lowest rate up.
         """
         scales = self.grid.scales(row.trace)
         if is_plain(row.policy):
             return next((scale for scale in scales if not self.has(Run.of(*row, scale))), None)
         best = 0.0
+        if row.policy != "slo":
+            peak = self.coarse_peak(row._replace(policy="slo"))
+            best = BEATEN * peak.goodput_rps / self.unit(row.trace) if peak is not None else math.inf
         for scale in reversed(scales):
             score = self.row(row).get(scale)
             if score is None:
@@ -263,9 +268,15 @@ class Board:
         return True
 
     def wanted_coarse(self, row: Row) -> float | None:
+        """As `next_coarse`; a plain policy is done when it has fallen."""
         if is_plain(row.policy) and self.has_fallen(row.trace, row.truth, row.policy):
             return None
         return self.next_coarse(row)
+
+    def is_complete(self, row: Row) -> bool:
+        """Whether all rates of the grid that matter were run; an ablated chunk's are known when slo's are."""
+        waits = not is_plain(row.policy) and row.policy != "slo" and not self.is_complete(row._replace(policy="slo"))
+        return bool(self.row(row)) and not waits and self.wanted_coarse(row) is None
 
     def unit(self, trace: str) -> float:
         """Requests in a second at the trace's own rate."""
@@ -273,10 +284,9 @@ class Board:
 
     def coarse_peak(self, row: Row) -> Score | None:
         """The highest goodput on the grid; None while rates that might be higher are missing."""
-        if self.wanted_coarse(row) is not None:
+        if not self.is_complete(row):
             return None
-        found = [score for scale, score in self.row(row).items() if scale in self.grid.scales(row.trace)]
-        return highest(found) if found else None
+        return highest(score for scale, score in self.row(row).items() if scale in self.grid.scales(row.trace))
 
     def best_of(self, policies: Sequence[str], trace: str, truth: str, gap: int) -> str | None:
         """The policy with the highest peak on the grid; None while rates of any of them are missing."""

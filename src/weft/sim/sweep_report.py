@@ -7,7 +7,21 @@ from typing import Any
 
 from weft.errors import OptionError
 from weft.sim.compare import KEPT_GAPS
-from weft.sim.sweep import COARSE, FALLEN, FINE, OVERLOAD, TRUTHS, Board, Course, Grid, Row, Score, highest, read_scores
+from weft.sim.sweep import (
+    BEATEN,
+    COARSE,
+    FALLEN,
+    FINE,
+    OVERLOAD,
+    TRUTHS,
+    Board,
+    Course,
+    Grid,
+    Row,
+    Score,
+    highest,
+    read_scores,
+)
 
 # What is claimed, and about which trace the second claim is.
 NEAR_BEST, FIXED_FALLS, WIN, HOLDS_UP = 0.99, 0.8, 1.25, 0.9
@@ -66,13 +80,13 @@ class Findings:
         return None if best is None or most is None else most / max(best.goodput_rps, 1e-12)
 
     def most(self, policy: str) -> float | None:
-        """The highest goodput that a policy can have: its peak; if that is at the lowest rate, that rate."""
+        """The highest goodput that a policy can have: its peak, or the highest rate below those that it was run at."""
         peak = self.peaks.get(policy)
         if peak is None:
             return None
-        scales = self.grid.scales(self.trace)
-        at_low_end = peak.scale < scales[min(1, len(scales) - 1)]
-        return max(peak.goodput_rps, peak.rate_rps) if at_low_end else peak.goodput_rps
+        unit, lowest = peak.rate_rps / peak.scale, min(self.scores[policy])
+        below = [scale for scale in self.grid.scales(self.trace) if scale < lowest]
+        return max(peak.goodput_rps, unit * (below[-1] if below else lowest))
 
     def over_ablated(self) -> float | None:
         return self._over_most(self.grid.ablated)
@@ -124,9 +138,11 @@ theirs; a refused one is a broken promise. Goodput is kept promises over the sec
 is the highest goodput over all rates. All policies run at the same absolute rates: a grid of {COARSE - 1:.0%}, and for
 slo, the best ablated and the best plain chunk {FINE - 1:.0%} between the neighbours of the peak. Goodput is
 never above the rate, so that a policy that refuses is run from the highest rate down only until the rate is below its
-best goodput; one that refuses nobody, from the lowest up until it has kept less than {FALLEN:.0%} of its peak at two
-rates in a row, for every gap, after which it is taken for drowned. The first {grid.duration:g} s of each trace are
-played:
+best goodput, an ablated chunk until it is below {BEATEN} of slo's peak; one that refuses nobody, from the lowest up
+until it has kept less than {FALLEN:.0%} of its peak at two rates in a row, for every gap, after which it is taken for
+drowned. In ratios and claims a peak counts with the most that it could be at rates which were not run.
+
+The first {grid.duration:g} s of each trace are played:
 
 {courses}
 

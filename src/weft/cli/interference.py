@@ -1,0 +1,141 @@
+"""`weft bench interference`: what decoding streams notice of long prompts, in virtual time and for real."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import OptionError
+
+if TYPE_CHECKING:
+    from weft.bench.interference import Interference
+
+SIMULATED_PROMPT = 60_000  # tokens
+SIMULATED_GAP = 0.025  # seconds
+REAL_FACTOR, SIMULATED_FACTOR = 1.3, 1.1  # of the target: where the 99.9th percentile is to stay within
+
+
+def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "interference",
+        help="what decoding streams notice of long prompts",
+        description="Lets 32 streams decode, then brings four long prompts at once, and looks at the time between the "
+        "streams' tokens while these are read: under monolithic, chunked (2,048 tokens a step) and slo, in virtual "
+        "time on a hardware profile and for real on this machine. There the target of slo is three times the "
+        "decode-only step that is measured first.",
+    )
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="left out: the small model that ships with weft")
+    add("--runs", type=int, default=5, metavar="N", help="real runs of slo, of which the median counts (default: 5)")
+    add("--prompt-tokens", type=int, default=4000, metavar="N", help="of each long prompt, for real (default: 4000)")
+    add("--profile", default="h200-llama-3-8b", metavar="NAME", help="for virtual time (default: h200-llama-3-8b)")
+    add("--simulated-only", action="store_true", help="virtual time only")
+    add("--json", type=Path, metavar="FILE", help="also write a list with one object a run")
+    add("--chart", type=Path, metavar="FILE.svg", help="also draw every gap over time (needs weft[charts])")
+    add("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.runs < 1:
+        raise OptionError(f"--runs {arguments.runs} must be at least 1")
+    if arguments.prompt_tokens < 1:
+        raise OptionError(f"--prompt-tokens {arguments.prompt_tokens} must be at least 1")
+    found = [(f"virtual time, {arguments.profile}", _simulated(arguments.profile, 0.0, 0.0))]
+    disturbed = (f"virtual time, {arguments.profile}, disturbed", _simulated(arguments.profile, 0.1, 0.05))
+    real: list[Interference] = []
+    if not arguments.simulated_only:
+        real = _real(arguments)
+    print(
+        f"{'where':<44} {'policy':<11} {'target':>8} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8} {'read in':>9}  ms"
+    )
+    for where, runs in [*found, disturbed, ("this machine", real)]:
+        for run in runs:
+            _print_gaps(where, run)
+    for where, runs in (*found, disturbed):
+        worst = max(run.p999 / run.target for run in runs if run.policy == "slo")
+        print(f"{where}: slo's p99.9 is {worst:.2f} of the target ({_verdict(worst / SIMULATED_FACTOR)} 1.1)")
+    if real:
+        import numpy as np
+
+        shares = [run.within(REAL_FACTOR) for run in real if run.policy == "slo"]
+        print(
+            f"this machine: slo's p99.9 over (1.3 targets + the noise of decoding alone) is {np.median(shares):.2f}, "
+            f"median of {len(shares)} runs ({', '.join(f'{share:.2f}' for share in shares)}): "
+            f"{_verdict(float(np.median(shares)))} 1"
+        )
+    if arguments.json is not None:
+        rows = [_row(where, run) for where, runs in [*found, disturbed, ("this machine", real)] for run in runs]
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if arguments.chart is not None:
+        from weft.bench.charts import interference_chart
+
+        panels = [(f"{arguments.profile} (simulated)", found[0][1])]
+        if real:
+            last = {run.policy: run for run in real}
+            panels.append((f"{arguments.model or 'default model'} (measured)", [*last.values()]))
+        interference_chart(arguments.chart, panels)
+    return 0
+
+
+def _simulated(name: str, bias: float, noise: float) -> "list[Interference]":
+    from weft.bench.interference import POLICIES, measure
+    from weft.bench.virtual import virtual_engine
+    from weft.sim.profiles import load_profile
+    from weft.sim.simulator import Truth
+
+    profile = load_profile(name)
+    truth = Truth(profile.coefficients, bias, noise)
+    return [
+        measure(virtual_engine(profile, truth), policy, prompt_tokens=SIMULATED_PROMPT, target=SIMULATED_GAP)
+        for policy in POLICIES
+    ]
+
+
+def _real(arguments: argparse.Namespace) -> "list[Interference]":
+    """One run of each of the others, for the picture, and several of slo."""
+    from weft.bench.interference import POLICIES, PROMPTS, measure
+    from weft.llm import LLM
+    from weft.progress import work_progress
+
+    order = [policy for policy in POLICIES if policy != "slo"] + ["slo"] * arguments.runs
+    runs = []
+    with LLM(arguments.model, gap_target_ms=1000) as llm:  # any target: it is what makes the engine measure its steps
+        for number, policy in enumerate(order):
+            tokens = PROMPTS * arguments.prompt_tokens
+            with work_progress(f"{policy}, run {number + 1} of {len(order)}", tokens, arguments.progress) as advance:
+                runs.append(
+                    measure(llm.engine, policy, prompt_tokens=arguments.prompt_tokens, seed=number, progress=advance)
+                )
+    return runs
+
+
+def _print_gaps(where: str, run: "Interference") -> None:
+    import numpy as np
+
+    times = [run.target, *np.percentile(run.gaps, (50, 99, 99.9, 100)), run.prefill]
+    cells = " ".join(f"{1000 * time:>8.1f}" for time in times)
+    print(f"{where:<44} {run.policy:<11} {cells}   {run.steps} steps with prefill")
+
+
+def _row(where: str, run: "Interference") -> dict[str, Any]:
+    import numpy as np
+
+    def percentiles(values: Sequence[float]) -> dict[str, float]:
+        names = ("p50", "p99", "p999", "max")
+        return dict(zip(names, (np.percentile(values, (50, 99, 99.9, 100)) * 1000).tolist(), strict=True))
+
+    return {
+        "where": where,
+        "policy": run.policy,
+        "target_ms": run.target * 1000,
+        "quiet_gap_ms": percentiles(run.quiet.tolist()),
+        "gap_ms": percentiles(run.gaps.tolist()),
+        "steps_with_prefill": run.steps,
+        "read_in_s": run.prefill,
+    }
+
+
+def _verdict(share: float) -> str:
+    return "within" if share <= 1 else "NOT within"
