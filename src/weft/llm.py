@@ -1,5 +1,6 @@
 """The embedded API: a model in this process, the same loop and the same text handling as the server's."""
 
+import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +36,9 @@ class Metrics:
     ttft: float  # queue + prefill
     cached_tokens: int  # of the prompt, found in the prefix cache
     preemptions: int
-    gap_target: float  # promised time between tokens, as it took force; infinite: none
-    ttft_target: float  # promised time to the first token; infinite: none
-    predicted_ttft: float | None  # as of its arrival, or of its refusal; None: nobody predicted
+    gap_target: float | None  # promised time between tokens, as it took force; None: nothing was promised
+    ttft_target: float | None  # promised time to the first token; None: nothing was promised
+    predicted_ttft: float | None  # as of its arrival, or of its refusal; None: nobody could tell
 
 
 @dataclass(slots=True)
@@ -384,7 +385,11 @@ def _metrics(stream: Stream) -> Metrics:
         ttft=first - request.arrival,
         cached_tokens=request.cached_tokens,
         preemptions=request.preemptions,
-        gap_target=request.gap_target,
-        ttft_target=request.ttft_target,
-        predicted_ttft=request.predicted_ttft,
+        gap_target=_finite(request.gap_target),
+        ttft_target=_finite(request.ttft_target),
+        predicted_ttft=_finite(request.predicted_ttft),
     )
+
+
+def _finite(seconds: float | None) -> float | None:
+    return seconds if seconds is not None and math.isfinite(seconds) else None

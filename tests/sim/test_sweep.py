@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from weft.errors import OptionError
 from weft.sim.profiles import load_profile
 from weft.sim.sweep import (
+    BEATEN,
     COURSES,
     FALLEN,
     Board,
@@ -48,8 +50,8 @@ SMALL = Grid(
 )
 INVENTED = Grid(
     courses=(
-        Course("azure", "a.csv", 1.0, 0.0, lowest=-4, highest=12),
-        Course("mooncake", "m.jsonl", 1.0, 0.25, lowest=-4, highest=12),
+        Course("azure", "a.csv", 1.0, 0.0, lowest=-4, highest=8),
+        Course("mooncake", "m.jsonl", 1.0, 0.25, lowest=-4, highest=8),
     ),
     gaps_ms=(15, 50),
     chunks=(64, 512),
@@ -68,6 +70,15 @@ def make_trace(path: Path, requests: int = 20) -> None:
 def folder(tmp_path: Path) -> Path:
     make_trace(tmp_path / "t.csv")
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a sweep in one go, of what is in `folder`; not to be written to."""
+    home = tmp_path_factory.mktemp("fresh")
+    make_trace(home / "t.csv")
+    assert sweep(load_material(SMALL, home), home / "fresh", 3) == 0
+    return home / "fresh"
 
 
 World = Callable[[Run, int], float]
@@ -107,6 +118,12 @@ def plain_falls(run: Run, gap: int) -> float:
     return hill(2.3, 9.9 if good else 5.0)(run.scale) * (1.0 if run.policy.startswith("slo") else 0.6)
 
 
+@cache
+def won() -> Board:
+    """That world's; not to be added to."""
+    return filled(INVENTED, plain_falls)
+
+
 def bumpy(seed: int) -> World:
     """Goodput that is anything from nothing to all of the rate, at every rate anew."""
 
@@ -123,7 +140,7 @@ def smooth(seed: int) -> World:
 
     def goodput(run: Run, gap: int) -> float:
         chance = random.Random(f"{seed} {run[:3]} {gap}")
-        at, kept, steep = 1.15 ** chance.uniform(-6, 14), chance.random(), chance.choice((0.2, 1.0, 4.0, 20.0))
+        at, kept, steep = 1.15 ** chance.uniform(-6, 10), chance.random(), chance.choice((0.2, 1.0, 4.0, 20.0))
         return UNIT * kept * (run.scale if run.scale < at else at * (at / run.scale) ** steep)
 
     return goodput
@@ -153,8 +170,9 @@ def test_fine_rates_are_powers_of_one_ratio_strictly_between() -> None:
 
 def test_a_sweep_begins_with_the_highest_rate_of_who_refuses_and_the_lowest_of_who_does_not() -> None:
     wanted = Board(INVENTED).missing()
-    assert len(wanted) == len(set(wanted)) == 2 * 2 * (2 * 3 + 3)  # traces, truths, as in the grid
+    assert len(wanted) == len(set(wanted)) == 2 * 2 * (2 + 3)  # traces, truths; slo for two gaps, three plain ones
     for run in wanted:
+        assert run.policy not in INVENTED.ablated  # they wait for slo
         scales = INVENTED.scales(run.trace)
         assert run.scale == (scales[0] if is_plain(run.policy) else scales[-1])
     only_these = Board(INVENTED).wanted("azure", "exact", 15)
@@ -171,12 +189,25 @@ def test_rates_that_are_not_run_cannot_be_a_peak(world: Callable[[int], World], 
         full = {scale: whole.row(row)[scale] for scale in ONE.scales("mooncake")}
         found, expected = board.coarse_peak(row), highest(full.values())
         assert found is not None
-        assert found.goodput_rps == expected.goodput_rps
-        assert expected.goodput_rps == 0 or found.scale == expected.scale
-        assert all(UNIT * scale <= found.goodput_rps for scale in full.keys() - board.row(row).keys())
-        peak = board.peak(row)
+        beaten = 0.0
+        if row.policy != "slo":
+            slo = board.coarse_peak(row._replace(policy="slo"))
+            assert slo is not None
+            beaten = BEATEN * slo.goodput_rps
+        not_run = full.keys() - board.row(row).keys()
+        assert all(UNIT * scale <= max(found.goodput_rps, beaten) * (1 + 1e-9) for scale in not_run)
+        peak, most = board.peak(row), Findings(board, "mooncake", "exact", row.gap_ms).most(row.policy)
         assert peak is not None
-        assert peak.goodput_rps >= expected.goodput_rps
+        assert most is not None
+        if found.goodput_rps == expected.goodput_rps:
+            assert expected.goodput_rps == 0 or found.scale == expected.scale
+            assert peak.goodput_rps >= expected.goodput_rps
+        else:  # it was missed where it cannot matter
+            assert row.policy != "slo"
+            assert expected.goodput_rps <= beaten * (1 + 1e-9)
+            assert most <= beaten * (1 + 1e-9) or most == peak.goodput_rps >= expected.goodput_rps  # at a finer rate
+        anywhere = [Run.of(*row, coarse_scale(step)) for step in range(-12, 9)]  # below the grid too
+        assert most * (1 + 1e-9) >= max(peak.goodput_rps, *(goodput(run, row.gap_ms) for run in anywhere))
 
 
 def test_who_refuses_is_run_down_to_the_rate_of_its_best_goodput_and_no_further() -> None:
@@ -194,6 +225,36 @@ def test_who_refuses_is_run_at_all_rates_while_it_has_less_goodput_than_any() ->
     board = filled(ONE, lambda run, gap: 0.5)
     for row in REFUSING:
         assert set(ONE.scales("mooncake")) <= board.row(row).keys()
+
+
+def test_an_ablated_chunk_waits_for_slo_and_is_run_only_at_rates_that_slo_has_not_beaten() -> None:
+    def poor(run: Run, gap: int) -> float:
+        return min(UNIT * run.scale, 10.0 if gap == 15 else 5.5) if run.policy == "slo" else 0.3
+
+    stale = Run("mooncake", "exact", "slo-order:64", 50, coarse_scale(-3))  # as from a file of another plan
+    board = Board(ONE, invented(ONE, [stale], poor))
+    while runs := [run for run in board.missing() if not is_plain(run.policy)]:
+        for gap in ONE.gaps_ms:
+            slo = Row("mooncake", "exact", "slo", gap)
+            best = 10.0 if gap == 15 else 5.5
+            needed = {scale for scale in ONE.scales("mooncake") if UNIT * scale > best}
+            assert board.is_complete(slo) == (needed <= board.row(slo).keys())
+            assert (board.coarse_peak(slo) is not None) == board.is_complete(slo)
+            wanted = {run.policy for run in runs if run.gap_ms == gap}
+            if not board.is_complete(slo):
+                assert wanted == {"slo"}
+                for policy in ONE.ablated:
+                    assert not board.is_complete(slo._replace(policy=policy))
+                    assert board.coarse_peak(slo._replace(policy=policy)) is None
+        run = min(runs, key=lambda run: (run.policy == "slo", run))  # slo last: as soon as they can, the others go on
+        for score in invented(ONE, [run], poor):
+            board.add(score)
+    for gap, peak in ((15, 10.0), (50, 5.5)):
+        for policy in ONE.ablated:
+            row = Row("mooncake", "exact", policy, gap)
+            assert board.is_complete(row)
+            done = set(ONE.scales("mooncake")) & board.row(row).keys() - {stale.scale}
+            assert done == {scale for scale in ONE.scales("mooncake") if UNIT * scale > BEATEN * peak}
 
 
 def plain_rates(board: Board, policy: str = "chunked:64") -> list[float]:
@@ -266,7 +327,7 @@ def test_finer_rates_come_only_when_a_row_is_complete_and_only_near_the_peak_of_
 
 
 def test_finer_rates_are_for_slo_the_best_ablated_and_the_best_plain_chunk_alone() -> None:
-    board = filled(INVENTED, plain_falls)
+    board = won()
     assert board.near_peaks("azure", "exact", 15).keys() == {"slo", "slo-order:64", "chunked:64"}
     assert board.near_peaks("azure", "exact", 50).keys() == {"slo", "slo-order:512", "chunked:512"}
     scales = set(INVENTED.scales("azure"))
@@ -277,7 +338,7 @@ def test_finer_rates_are_for_slo_the_best_ablated_and_the_best_plain_chunk_alone
 
 
 def test_slo_and_the_best_ablated_chunk_share_their_finer_rates() -> None:
-    board = filled(INVENTED, plain_falls)
+    board = won()
     near = board.near_peaks("azure", "exact", 15)
     assert board.best_of(INVENTED.ablated, "azure", "exact", 15) == "slo-order:64"
     assert near["slo"] == near["slo-order:64"] == set(fine_scales(1.15**4, 1.15**6) + fine_scales(1.15**5, 1.15**7))
@@ -325,7 +386,7 @@ def test_the_useful_comes_first() -> None:
 @pytest.mark.parametrize("world", [plain_falls, smooth(1), bumpy(1), bumpy(2)])
 def test_half_a_file_leads_to_the_same_points_as_a_sweep_in_one_go(tmp_path: Path, world: World) -> None:
     """Whatever the workers finished first, and wherever they were stopped."""
-    grid = replace(ONE, courses=(replace(ONE.courses[0], lowest=0, highest=7),))
+    grid = replace(ONE, courses=(replace(ONE.courses[0], lowest=0, highest=6),))
     expected = sorted(filled(grid, world).scores(), key=lambda score: score.order)
     header = header_of(load_profile("h200-llama-3-8b"))
     for seed in range(2):
@@ -345,14 +406,55 @@ def test_half_a_file_leads_to_the_same_points_as_a_sweep_in_one_go(tmp_path: Pat
         assert runs == len({Run.of(*score.row, score.scale) for score in found})  # none twice
 
 
+def falls_sooner_for_one_gap(run: Run, gap: int) -> float:
+    return UNIT * run.scale if run.scale < (1.5 if gap == 15 else 1.3) else 0.0
+
+
+def falls_at_once(run: Run, gap: int) -> float:
+    return UNIT * run.scale if run.scale < 1.3 else 0.0
+
+
+def plain_missing(board: Board) -> list[Run]:
+    return [run for run in board.missing() if is_plain(run.policy)]
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        plain_falls,
+        bumpy(1),
+        falls_at_once,
+        falls_sooner_for_one_gap,
+    ],
+)
+def test_a_plain_run_of_which_some_lines_are_missing_is_run_again(world: World) -> None:
+    """Wherever in the sweep it was stopped in the middle of writing them."""
+    grid = replace(ONE, courses=(replace(ONE.courses[0], lowest=0, highest=6),), chunks=(64,))
+    board = Board(grid)
+    before: list[Score] = []
+    cuts = []
+    while missing := plain_missing(board):
+        scores = invented(grid, missing[-1:], world)
+        cuts.append([*before, *scores[:1]])
+        before += scores
+        for score in scores:
+            board.add(score)
+    assert len(cuts) > 10
+    for cut in cuts:
+        board = Board(grid, cut)
+        while missing := plain_missing(board):
+            for score in invented(grid, missing, world):
+                board.add(score)
+        assert set(board.scores()) == set(before)
+
+
 # --- runs ---
 
 
-def test_the_file_is_the_same_whatever_the_number_of_workers(folder: Path) -> None:
+def test_the_file_is_the_same_whatever_the_number_of_workers(folder: Path, fresh: Path) -> None:
     material = load_material(SMALL, folder)
-    for jobs in (1, 3):
-        assert sweep(material, folder / f"{jobs}", jobs) == 0
-    assert (folder / "1").read_bytes() == (folder / "3").read_bytes()
+    assert sweep(material, folder / "1", 1) == 0
+    assert (folder / "1").read_bytes() == fresh.read_bytes()
     header, scores, _ = read_scores(folder / "1")
     assert header == header_of(load_profile("h200-llama-3-8b"))
     assert not Board(SMALL, scores).missing()
@@ -375,20 +477,19 @@ def test_one_plain_run_scores_as_a_run_for_each_gap_would(folder: Path) -> None:
     assert {s.gap_ms for s in both.values()} == {15, 50}
 
 
-def test_only_runs_what_was_asked_for_and_the_rest_can_follow(folder: Path) -> None:
+def test_only_runs_what_was_asked_for_and_the_rest_can_follow(folder: Path, fresh: Path) -> None:
     material = load_material(SMALL, folder)
     sweep(material, folder / "parts", 2, only="/slo/15ms")
     assert {(s.policy, s.gap_ms) for s in read_scores(folder / "parts")[1]} == {("slo", 15)}
     sweep(material, folder / "parts", 2)
-    sweep(material, folder / "whole", 2)
-    assert (folder / "parts").read_bytes() == (folder / "whole").read_bytes()
+    assert (folder / "parts").read_bytes() == fresh.read_bytes()
     with pytest.raises(OptionError, match="such a name is azure/exact/slo/15ms"):
         sweep(material, folder / "parts", 2, only="sol")
 
 
 def test_it_stops_in_time_and_says_what_is_left(folder: Path) -> None:
     material = load_material(SMALL, folder)
-    assert sweep(material, folder / "out", 2, seconds=0) == len(Board(SMALL).missing()) == 2 * 3 + 3
+    assert sweep(material, folder / "out", 2, seconds=0) == len(Board(SMALL).missing()) == 2 + 3
     assert read_scores(folder / "out")[1] == []
 
 
@@ -396,7 +497,7 @@ class Stop(Exception):
     pass
 
 
-def test_a_sweep_that_is_interrupted_again_and_again_ends_with_the_same_file(folder: Path) -> None:
+def test_a_sweep_that_is_interrupted_again_and_again_ends_with_the_same_file(folder: Path, fresh: Path) -> None:
     material = load_material(SMALL, folder)
 
     def stop(done: int, total: int) -> None:
@@ -411,8 +512,29 @@ def test_a_sweep_that_is_interrupted_again_and_again_ends_with_the_same_file(fol
         except Stop:
             stops += 1
     assert stops > 2
-    sweep(material, folder / "whole", 2)
-    assert (folder / "parts").read_bytes() == (folder / "whole").read_bytes()
+    assert (folder / "parts").read_bytes() == fresh.read_bytes()
+
+
+@pytest.mark.parametrize("nth", [0, -1])
+def test_a_file_cut_in_the_middle_of_a_plain_run_leads_to_that_of_a_fresh_sweep(
+    folder: Path, fresh: Path, nth: int
+) -> None:
+    """All but one line of a run, and half of that one: the first rate of the grid, or the last of the finer ones."""
+    header, *lines = fresh.read_bytes().splitlines(keepends=True)
+    scores = [Score(**json.loads(line)) for line in lines]
+    of_one = [score for score in scores if score.policy == "chunked:128"]
+    scale = sorted({score.scale for score in of_one}, key=lambda scale: (scale not in SMALL.scales("azure"), scale))[
+        nth
+    ]
+    last = [i for i, score in enumerate(scores) if score.policy == "chunked:128" and score.scale == scale]
+    assert len(last) == 2
+    whole = [line for i, line in enumerate(lines) if i not in last]
+    out = folder / "cut"
+    out.write_bytes(b"".join([header, *whole, lines[last[0]], lines[last[1]][:40]]))
+    totals = []
+    assert sweep(load_material(SMALL, folder), out, 2, tell=lambda done, total: totals.append(total)) == 0
+    assert totals[-1] == 1  # that run
+    assert out.read_bytes() == fresh.read_bytes()
 
 
 PROCESS = """
@@ -425,8 +547,7 @@ sweep(load_material(SMALL, folder), folder / "killed", jobs=2)
 """
 
 
-def test_a_sweep_that_was_killed_goes_on_where_it_was(folder: Path) -> None:
-    make_trace(folder / "t.csv", requests=40)
+def test_a_sweep_that_was_killed_goes_on_where_it_was(folder: Path, fresh: Path) -> None:
     out = folder / "killed"
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", PROCESS, folder], cwd=root, start_new_session=True) as process:
@@ -446,8 +567,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_was(folder: Path) -> None:
     material = load_material(SMALL, folder)
     totals = []
     assert sweep(material, out, 2, tell=lambda done, total: totals.append(total)) == 0
-    sweep(material, folder / "fresh", 2)
-    assert out.read_bytes() == (folder / "fresh").read_bytes()
+    assert out.read_bytes() == fresh.read_bytes()
     # A plain run makes two lines, others one.
     assert totals[-1] <= len({Run.of(*s.row, s.scale) for s in read_scores(out)[1]}) - done / 2
 
@@ -497,7 +617,7 @@ def test_a_line_that_was_cut_off_is_dropped_even_the_first(tmp_path: Path) -> No
 
 
 def test_the_report_states_what_the_scores_say() -> None:
-    text = report_text("s.jsonl", {"profile": "p", "weft": "1"}, filled(INVENTED, plain_falls))
+    text = report_text("s.jsonl", {"profile": "p", "weft": "1"}, won())
     assert "Not finished" not in text
     claims = text.split("## The claims")[1]
     assert claims.count("**holds**") == 6  # three claims, two truths
@@ -507,8 +627,19 @@ def test_the_report_states_what_the_scores_say() -> None:
     assert "| 64: 9." in row
     assert "| 64: 5.9" in row
     assert row.endswith("| 1.000 |")  # in overload
+    assert text.count("| slo / ablated | least, common rate | slo / plain | at 1.5x |") == 2
+    assert claims.count("at every common rate: 1.01") == 2
     chunks = text.split("## Fixed chunks")[1]
-    assert "| slo-order:64 | 0.49" in chunks  # 5 of 10, but for the distance of its peak to the next rate that was run
+    assert "| chunked:64 | 0.29" in chunks  # 3 of 10, but for the distance of its peak to the next rate that was run
+    # It has 5 of 10, and was not run at rates that are below 8.
+    peak = won().peak(Row("azure", "exact", "slo-order:64", 50))
+    assert peak is not None
+    assert 4.9 < peak.goodput_rps < 5
+    assert f"| slo-order:64 | {UNIT * coarse_scale(3) / 10:.3f} (azure, 50 ms) |" in chunks
+    assert f"slo-order:64 and falls to {UNIT * coarse_scale(3) / 10:.3f} for azure, 50 ms" in claims
+    preface = " ".join(text.split("##")[0].split())
+    assert f"an ablated chunk until it is below {BEATEN} of slo's peak" in preface
+    assert "a peak counts with the most that it could be at rates which were not run" in preface
 
 
 def test_the_report_says_where_a_claim_fails() -> None:
@@ -532,45 +663,67 @@ def test_the_report_says_where_a_claim_fails() -> None:
 LOWEST = UNIT * coarse_scale(-4)
 
 
-def near_the_low_end(peak: float) -> World:
-    """slo is not much above the lowest rate, and plain chunks, whose peak is here, are far below both."""
+def capped(slo: float, plain: float, at: float) -> World:
+    """slo keeps all up to so many requests/s, and so does one ablated chunk; plain chunks have a peak at this scale."""
 
     def goodput(run: Run, gap: int) -> float:
         if is_plain(run.policy):
-            return hill(peak, 0.5)(run.scale)
-        if run.policy == "slo":
-            return min(UNIT * run.scale, 3.5)
-        good = (gap == 15) == run.policy.endswith(":64")
-        return hill(coarse_scale(2), 3.5 if good else 1.0)(run.scale)
+            return hill(at, plain)(run.scale)
+        good = run.policy == "slo" or (gap == 15) == run.policy.endswith(":64")
+        return min(UNIT * run.scale, slo) if good else hill(coarse_scale(3), 1.0)(run.scale)
 
     return goodput
 
 
-def test_a_plain_peak_at_the_lowest_rate_counts_as_that_rate() -> None:
-    board = filled(INVENTED, near_the_low_end(coarse_scale(-4)))
+@pytest.mark.parametrize("step", [-4, -3])
+def test_a_peak_below_the_lowest_rate_counts_as_that_rate(step: int) -> None:
+    """Wherever it is: at lower rates, which are not run, there might be a higher one."""
+    board = filled(INVENTED, capped(3.5, 0.5, coarse_scale(step)))
     one = Findings(board, "mooncake", "exact", 15)
     assert one.peaks["chunked:64"].goodput_rps == one.peaks["chunked:512"].goodput_rps == 0.5
     assert one.most("chunked:64") == one.most("chunked:512") == pytest.approx(LOWEST)
     assert one.over_plain() == pytest.approx(3.5 / LOWEST)
     assert one.over_best("chunked:64") == pytest.approx(LOWEST / 3.5)
+    assert one.peaks["slo-order:512"].goodput_rps == 1.0
+    assert one.most("slo-order:512") == pytest.approx(LOWEST)  # it is above BEATEN of slo's peak, so it was run there
     text = report_text("f", {}, board)
     rows = [line for line in text.splitlines() if line.startswith("| mooncake, 15 ms")]
-    assert [row.count(f"| 64: 0.5 ({LOWEST:.3g})\\* |") for row in rows] == [1, 1]
+    star = "\\*" if step == -4 else ""
+    assert [row.count(f"| 64: 0.5 ({UNIT * coarse_scale(step):.3g}){star} |") for row in rows] == [1, 1]
     assert [row.count(f"| {3.5 / LOWEST:.3f} |") for row in rows] == [1, 1]
     claims = text.split("## The claims")[1].strip().split("\n\n")
     assert [claim.count("**does not hold**") for claim in claims] == [2, 2, 0]
-    assert f"the steadiest fixed chunk is chunked:64 and falls to {LOWEST / 3.5:.3f}" in claims[0]
+    for policy in (*INVENTED.fixed, *INVENTED.ablated):
+        assert f"| {policy} | {LOWEST / 3.5:.3f} (" in text
+    assert f"and falls to {LOWEST / 3.5:.3f} for" in claims[0]
     assert f"({3.5 / LOWEST:.3f} or more, least for mooncake, 15 ms)" in claims[1]
 
 
-def test_a_plain_peak_above_the_lowest_rate_counts_as_what_it_is() -> None:
-    board = filled(INVENTED, near_the_low_end(coarse_scale(-3)))
+def test_a_peak_above_the_lowest_rate_counts_as_what_it_is() -> None:
+    board = filled(INVENTED, capped(7.0, 3.0, coarse_scale(2)))
     one = Findings(board, "mooncake", "exact", 15)
-    assert one.most("chunked:64") == one.peaks["chunked:64"].goodput_rps == 0.5
-    assert one.over_plain() == pytest.approx(3.5 / 0.5)
+    assert LOWEST < 3
+    assert one.most("chunked:64") == one.peaks["chunked:64"].goodput_rps == 3.0
+    assert one.over_plain() == pytest.approx(7 / 3)
+    assert one.over_best("chunked:64") == pytest.approx(3 / 7)
+    assert one.most("slo-order:64") == one.most("slo") == 7.0
+    assert one.over_ablated() == 1.0
     claims = report_text("f", {}, board).split("## The claims")[1].strip().split("\n\n")
     assert [claim.count("**holds**") for claim in claims] == [2, 2, 2]
-    assert "(7.000 or more, least for mooncake, 15 ms)" in claims[1]
+    assert "(2.333 or more, least for mooncake, 15 ms)" in claims[1]
+
+
+def test_an_ablated_peak_counts_as_the_highest_rate_that_was_not_run() -> None:
+    board = filled(ONE, lambda run, gap: min(UNIT * run.scale, 7.0 if run.policy == "slo" else 1.0))
+    one = Findings(board, "mooncake", "exact", 15)
+    lowest = min(board.row(Row("mooncake", "exact", "slo-order:512", 15)))
+    assert UNIT * coarse_scale(0) < BEATEN * 7.0 < UNIT * lowest
+    assert one.peaks["slo-order:512"].goodput_rps == 1.0
+    assert one.most("slo-order:512") == pytest.approx(UNIT * coarse_scale(0))
+    assert one.over_best("slo-order:512") == pytest.approx(UNIT * coarse_scale(0) / 7)
+    assert one.over_ablated() == pytest.approx(7 / UNIT / coarse_scale(0))
+    unknown = Findings(Board(ONE), "mooncake", "exact", 15)
+    assert unknown.most("slo-order:512") is unknown.over_best("slo-order:512") is unknown.over_ablated() is None
 
 
 def test_a_report_of_half_a_sweep_says_so(tmp_path: Path) -> None:

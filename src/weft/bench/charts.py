@@ -25,14 +25,14 @@ def interference_chart(file: Path, panels: Sequence[tuple[str, Sequence[Interfer
     figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.4), squeeze=False)
     for axis, (title, runs) in zip(axes[0], panels, strict=True):
         for run in runs:
-            # Streams get their tokens together: one point a step says it all.
-            ends, first = _steps(run)
-            axis.plot(ends, first * 1000, ".-", ms=2.5, lw=0.6, color=COLOURS[run.policy], label=run.policy)
+            ends, gaps = _steps(run)
+            # At every moment, how long the wait for the next token is: a gap's height lasts as long as the gap.
+            axis.plot(ends, gaps * 1000, drawstyle="steps-pre", lw=1.2, color=COLOURS[run.policy], label=run.policy)
         target = runs[-1].target * 1000
         axis.axhline(target, color="#15803d", lw=1, ls="--", label=f"target {target:.3g} ms")
         axis.set(title=title, yscale="log", xlabel="seconds since the long prompts came")
         axis.grid(alpha=0.25)
-        axis.legend(fontsize=7, loc="best")
+        axis.legend(fontsize=7, loc=(0.03, 0.58))
     axes[0][0].set_ylabel("time between tokens, ms")
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
@@ -40,5 +40,6 @@ def interference_chart(file: Path, panels: Sequence[tuple[str, Sequence[Interfer
 
 
 def _steps(run: Interference) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """When steps ended, and the gap that ended with each; the streams get their tokens together."""
     ends, index = np.unique(run.times.round(6), return_index=True)
-    return ends, run.gaps[index]
+    return np.concatenate([[0.0], ends]), np.concatenate([[run.gaps[index[0]]], run.gaps[index]])

@@ -8,12 +8,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from weft.cli.options import add_engine_arguments, add_sampling_arguments, engine_options, sampling_params
+from weft.cli.options import (
+    add_engine_arguments,
+    add_promise_arguments,
+    add_sampling_arguments,
+    engine_options,
+    sampling_params,
+)
 from weft.engine.params import SamplingParams
 from weft.errors import OptionError, PromptError, RequestError
 
 if TYPE_CHECKING:
-    from weft.llm import LLM, Generation
+    from weft.llm import LLM, Generation, Metrics
 
 EPILOG = """\
 A line of --input is a JSON object with one of "prompt" (text or token ids) or "messages" (a conversation), and
@@ -39,6 +45,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     add_engine_arguments(parser)
+    add_promise_arguments(parser)
     add_sampling_arguments(parser, max_tokens=256)
     parser.set_defaults(run=run)
 
@@ -71,7 +78,19 @@ def _stream_prompt(llm: "LLM", prompt: str, params: SamplingParams) -> int:
     for delta in deltas:
         print(delta.text, end="", flush=True)
     print()
+    if delta.finish_reason == "refused":
+        print(f"weft: {_why_refused(delta.metrics)}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _why_refused(metrics: "Metrics | None") -> str:
+    if metrics is None or metrics.predicted_ttft is None or metrics.ttft_target is None:
+        return "refused: its promise could not be kept beside what runs"
+    return (
+        f"refused: its first token would have come after {metrics.predicted_ttft:.3g} s, and it was promised within "
+        f"{metrics.ttft_target:.3g} s; raise --ttft-target-ms or shorten the prompt"
+    )
 
 
 def _complete_jobs(llm: "LLM", jobs: list[_Job], params: SamplingParams, arguments: argparse.Namespace) -> int:

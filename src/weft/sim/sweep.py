@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -178,6 +179,7 @@ def six_digits(value: float) -> float:
     return float(f"{value:.6g}")
 
 
+@cache
 def coarse_scale(step: int) -> float:
     """A rate of the grid. What is written is what was run, to the digit, whatever the machine's last bit."""
     return six_digits(COARSE**step)
@@ -258,8 +260,9 @@ class Board:
     def has_fallen(self, trace: str, truth: str, policy: str) -> bool:
         """Whether a plain policy, at two rates in a row, kept next to nothing of its peak under any gap target."""
         for gap in self.grid.gaps_ms:
-            scores = [score for _, score in sorted(self.row(Row(trace, truth, policy, gap)).items())]
-            on_grid = [score for score in scores if score.scale in self.grid.scales(trace)]
+            scores = self.row(Row(trace, truth, policy, gap))
+            scales = [s for s in self.grid.scales(trace) if self.has(Run.of(trace, truth, policy, gap, s))]
+            on_grid = [scores[scale] for scale in scales]
             if len(on_grid) < 3:
                 return False
             best = highest(on_grid).goodput_rps

@@ -44,10 +44,10 @@ def report_text(file: str, header: Mapping[str, Any], board: Board) -> str:
     for truth in grid.truths:
         parts += [f"## {truth.capitalize()} step times", _truth_text(truth), _peaks_table(groups, truth)]
     parts += [
-        "\\* The peak is at an end of the grid. Above the highest rate goodput may be higher; below the lowest it "
-        "cannot exceed that rate, which is what the ratios and the claims then count with.",
+        "\\* The peak is at an end of the grid; above the highest rate goodput may be higher.",
         "## Fixed chunks",
-        "The row in which each fixed chunk does worst: its peak over the best peak of any policy in that row.",
+        "The row in which each fixed chunk does worst: its peak (or the most that it could be at rates which were not "
+        "run) over the best peak of any policy in that row.",
         _chunks_table(groups, grid),
         "## The claims, so far" if missing else "## The claims",
         *(f"{number}. {line}" for number, line in enumerate(_claims(groups, grid), start=1)),
