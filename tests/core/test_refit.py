@@ -121,7 +121,7 @@ def test_without_noise_nothing_changes_at_all() -> None:
 def test_a_factor_common_to_all_is_folded_in_and_nothing_else_moves(seed: int, factor: float) -> None:
     cost = CostModel(MODEL)
     truth = Coefficients(*(factor * value for value in dataclasses.astuple(MODEL)))
-    serve(cost, 6000, noisy(truth, seed, 0.05), loads(seed))
+    serve(cost, 18_000 if factor > 2 else 6000, noisy(truth, seed, 0.05), loads(seed))  # so slow, it hardly prefills
     assert max(off_by(cost.coefficients, truth)) < 0.04
     assert cost.prefill.mean == pytest.approx(0.0, abs=0.03)
 

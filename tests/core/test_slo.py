@@ -155,12 +155,14 @@ def test_a_share_bounds_the_seats_while_others_are_there() -> None:
 
 def test_a_share_follows_its_weight() -> None:
     tenants = Tenants(seats=10, blocks=100, weights={"gold": 4.0})
-    gold, plain = tenants.enter("gold"), tenants.enter("plain")
+    gold, plain = tenants.enter("gold", False, ()), tenants.enter("plain", False, ())
     gold.seats, plain.seats = 8, 2
-    assert not tenants.is_over(gold)
-    assert tenants.is_over(gold, seats=1)
-    assert tenants.is_over(plain, seats=1)
-    assert tenants.is_over(plain, blocks=21)
+    assert not tenants.is_over(gold, batch=False)
+    assert tenants.is_over(gold, batch=False, seats=1)
+    assert tenants.is_over(plain, batch=False, seats=1)
+    assert tenants.is_over(plain, batch=False, blocks=21)
+    with pytest.raises(ValueError, match="the weight of tenant 'none' is 0"):
+        Tenants(seats=10, blocks=100, weights={"none": 0.0})
     gold.charge(80)
     plain.charge(20)
     assert gold.service == plain.service
@@ -168,14 +170,36 @@ def test_a_share_follows_its_weight() -> None:
 
 def test_being_away_earns_a_tenant_nothing() -> None:
     tenants = Tenants(seats=10, blocks=100, weights={})
-    busy, idle = tenants.enter("busy"), tenants.enter("idle")
-    tenants.leave(idle)
+    busy, idle = tenants.enter("busy", False, ()), tenants.enter("idle", False, ())
+    tenants.leave(idle, False)
     busy.charge(1000)
-    back = tenants.enter("idle")
+    back = tenants.enter("idle", False, [busy.service])
     assert back.service == busy.service
     back.charge(500)
-    tenants.leave(back)
-    assert tenants.enter("idle").service == 1500, "nor does leaving wipe out what it had"
+    tenants.leave(back, False)
+    assert tenants.enter("idle", False, [busy.service]).service == 1500, "nor does leaving wipe out what it had"
+
+
+def test_what_a_tenant_got_while_nobody_waited_is_not_held_against_it() -> None:
+    tenants = Tenants(seats=10, blocks=100, weights={})
+    patient, eager = tenants.enter("patient", False, ()), tenants.enter("eager", False, ())
+    eager.charge(1e6)  # patient only decodes meanwhile
+    assert tenants.enter("new", False, ()).service == eager.service
+    assert patient.service == 0.0
+
+
+def test_batch_of_another_tenant_does_not_halve_the_seats() -> None:
+    loop = slo_loop(tokens=16, seqs=4)
+    for number in range(4):
+        add(loop, f"b{number}", 2, 20, tenant="other", batch=True, arrival=number * 0.01)
+    loop.step()
+    for number in range(4):
+        add(loop, f"i{number}", 2, 5, tenant="people", arrival=1.0 + number * 0.01)
+    loop.step()
+    loop.step()
+    assert {request.tenant for request in loop.scheduler.running} == {"people"}
+    run(loop)
+    loop.scheduler.check_integrity()
 
 
 def test_the_one_whose_loss_costs_least_gives_way() -> None:

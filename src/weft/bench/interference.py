@@ -62,7 +62,7 @@ def measure(
     tokens of the long prompts that are done.
     """
     scheduler = engine.loop.scheduler
-    own = scheduler.policy
+    own, listener = scheduler.policy, engine.loop.on_record
     scheduler.policy = _policy(policy, engine)
     scene = _Scene(engine, np.random.default_rng(seed))
     try:
@@ -76,7 +76,7 @@ def measure(
         return Interference(policy, target, quiet, gaps, times, scene.prefill_steps, prefill)
     finally:
         scene.clear()
-        engine.loop.on_record = lambda record: None
+        engine.loop.on_record = listener
         scheduler.policy = own
 
 

@@ -10,7 +10,8 @@ from weft.errors import OptionError
 
 EPILOG = """\
 Names of runs are TRACE/TRUTH/POLICY/GAP, such as azure/exact/slo/25ms; plain policies (monolithic, chunked:N) look at
-no targets, so that one run, such as mooncake/disturbed/chunked:512/, is scored for all of them.
+no targets, so that one run, such as mooncake/disturbed/chunked:512/, is scored for all of them. At which rates an
+ablated chunk (slo-order:N) is run depends on slo's results for the same trace and gap, which therefore come first.
 
 FILE has one line of JSON a run and gap target. What is in it is not run again: a sweep that was stopped goes on where
 it was. It knows the profile and the version of weft, not the code: after a change of the scheduler, take another file.

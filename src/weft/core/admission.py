@@ -65,31 +65,22 @@ class PromiseKeepers:
         """
         if newcomer.batch or newcomer.due == math.inf:
             return True  # it is promised nothing
-        cost, allowance = self.cost, self.allowance
-        clock = load.start
-        decodes, context, gap = load.shape.decodes, float(load.shape.context), load.gap
-        self._loads.decay(clock)
+        self._loads.decay(load.start)
         busy = min(self._loads.before(newcomer.tenant), MOST_LOAD)
+        walk = _Walk(self.cost, self.allowance, load)
         work = 0.0
         reached = False
-        for request, first, count in prefills():
-            reach = first + count  # read by each of its slices at most
-            step = allowance.step(cost, decodes, context, gap, reach)
-            pace = allowance.pace(cost, decodes, context, gap, reach)
-            if pace <= 0:
-                newcomer.predicted_ttft = math.inf
-                return False
-            seconds = cost.coefficients.prefill_seconds(first, count) * cost.bias / pace
-            clock += seconds
-            context += first + count + decodes * seconds / step  # those who decode write a token a step
-            decodes, gap = decodes + 1, min(gap, request.gap_target)
-            end = clock + step  # a first token comes at the end of a step, whatever else that step carries
-            if end > request.due and allowance.cuts:
-                # The step will be cut short for it (see Budget.tighten), which costs the others one step more.
-                more = least_step(cost, decodes, context, reach)
-                if busy < QUIET or more <= WORTH * seconds:
-                    clock += more
-                    end = clock
+        for prefill in prefills():
+            request = prefill.request
+            if reached and request.rank[:2] > newcomer.rank[:2]:
+                break  # nobody of a lower class is asked
+            seconds = walk.serve(prefill)
+            if seconds is None:
+                if request is newcomer or (reached and request.due < math.inf and self._minds(request, newcomer)):
+                    newcomer.predicted_ttft = newcomer.predicted_ttft if reached else math.inf
+                    return False
+                continue  # it waits for better times, and nobody for it
+            end = walk.first_token(request, seconds, busy)
             spare = 0.0
             if request is newcomer:
                 reached = True
@@ -115,7 +106,7 @@ class PromiseKeepers:
             return False
         pace = self.allowance.pace(self.cost, load.shape.decodes, load.shape.context, load.gap, first)
         seconds = self.cost.coefficients.prefill_seconds(first, count) * self.cost.bias
-        end = load.start + seconds / pace if pace > 0 else math.inf
+        end = load.start + (seconds / pace if pace > 0 else seconds)  # decodes that fill the step now may end
         if end <= request.due:
             return False
         request.predicted_ttft = end - request.arrival
@@ -123,6 +114,76 @@ class PromiseKeepers:
 
     def may_join(self, after: StepShape, gap: float) -> bool:
         return self.cost.predict(after) * self.cost.decode.margin <= gap
+
+
+class _Walk:
+    """The queue as it would be served from now on, one prefill after the other."""
+
+    def __init__(self, cost: CostModel, allowance: Allowance, load: StepLoad) -> None:
+        self.cost, self.allowance = cost, allowance
+        self.clock = load.start
+        self.decodes, self.context, self.gap = load.shape.decodes, float(load.shape.context), load.gap
+        self.crowded = load.crowded
+        # Who decodes now must have ended by then; until then none is assumed to.
+        self.present = load.shape
+        self.drained = load.start + load.longest * load.gap if load.longest else load.start
+        self.step = 0.0
+
+    def serve(self, prefill: Prefill) -> float | None:
+        """Seconds that it takes to read a prompt at the pace that decodes leave it; None where they leave none.
+
+        When it is read it decodes itself and slows the next ones.
+        """
+        request, first, count = prefill
+        reach = first + count  # read by each of its slices at most
+        if not self._can(request, reach) and self.clock < self.drained < math.inf:
+            self._drain()
+        if not self._can(request, reach):
+            return None
+        pace = self._pace(reach)
+        self.step = self.allowance.step(self.cost, self.decodes, self.context, self.gap, reach)
+        seconds = self.cost.coefficients.prefill_seconds(first, count) * self.cost.bias / pace
+        self.clock += seconds
+        self.context += self.decodes * seconds / self.step  # those who decode write a token a step
+        if request.max_tokens > 1:
+            self.context += reach
+            self.decodes, self.gap = self.decodes + 1, min(self.gap, request.gap_target)
+        self.reach = reach
+        return seconds
+
+    def first_token(self, request: Request, seconds: float, busy: float) -> float:
+        """When the prompt that was just read brings its first token: at the end of a step, whatever else that carries.
+
+        The step will be cut short for it if it must (see Budget.tighten), which costs the others one step more.
+        """
+        end = self.clock + self.step
+        if end > request.due and self.allowance.cuts:
+            more = least_step(self.cost, self.decodes, self.context, self.reach)
+            if busy < QUIET or more <= WORTH * seconds:
+                self.clock += more
+                end = self.clock
+        return end
+
+    def _pace(self, reach: int) -> float:
+        pace = self.allowance.pace(self.cost, self.decodes, self.context, self.gap, reach)
+        return min(pace, 0.5) if self.crowded else pace  # of a step, the batch class may take half
+
+    def _can(self, request: Request, reach: int) -> bool:
+        """Whether a prompt gets on at all, and may decode afterwards."""
+        if self._pace(reach) <= 0:
+            return False
+        count, context = self.decodes + 1, self.context + reach
+        after = StepShape(count, 0.0, 0, count, int(context))
+        gap = min(self.gap, request.gap_target)
+        return request.max_tokens == 1 or self.cost.predict(after) * self.cost.decode.margin <= gap
+
+    def _drain(self) -> None:
+        """Waits until all who decode now have ended."""
+        self.clock = self.drained
+        self.decodes = max(0, self.decodes - self.present.decodes)
+        self.context = max(0.0, self.context - self.present.context)
+        if not self.decodes:
+            self.gap = math.inf
 
 
 class _Loads:

@@ -15,6 +15,8 @@ class StepLoad(NamedTuple):
     start: float  # when the step will begin: now, or when the one in flight is predicted to end
     shape: StepShape  # of the decodes
     gap: float  # seconds; the tightest gap target among them, infinite where there is none
+    longest: int = 0  # tokens that the one of them with most to write may still write
+    crowded: bool = False  # whether batch requests, which are not counted here, decode beside them
 
 
 class Budget(Protocol):
@@ -100,9 +102,14 @@ class UpToTheGap:
 
     def pace(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
         step = self.step(cost, decodes, context, gap, reach)
+        aside = _aside(cost, decodes, context, reach)
         if least_step(cost, decodes, context, reach) > step:
             return 0.0
-        return 1 - _aside(cost, decodes, context, reach) / step
+        # Where the number of tokens bounds a step, its attention grows with the prompt: a quarter of the end counts.
+        c = cost.coefficients
+        work = (c.token + c.pair * reach / 4) * max(0, self.tokens - decodes)
+        full = max(least_step(cost, decodes, context, reach), aside + work)
+        return work / full if full < step else 1 - aside / step
 
 
 class TokenBudget:

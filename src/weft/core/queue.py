@@ -1,12 +1,15 @@
 """The queue: who waits, in lines by class and tenant, and whose turn it is to prefill."""
 
+import math
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 from weft.core.cost import CostModel
 from weft.core.request import Rank, Request, State
-from weft.core.tenants import INPUT_WEIGHT, Account
+from weft.core.tenants import DEBT, INPUT_WEIGHT, Account
 
 PATIENCE = 10.0  # seconds after which a request without a promise goes before those promised a first token later
 
@@ -27,7 +30,7 @@ class ByArrival:
     overtakes = False
 
     def rank(self, request: Request) -> Rank:
-        return (request.batch, request.priority, request.arrival, request.id)
+        return request.age_key
 
 
 class BySlack:
@@ -40,7 +43,7 @@ class BySlack:
         self.cost = cost
 
     def rank(self, request: Request) -> Rank:
-        if request.batch or request.ttft_target > 1e9:
+        if request.due == math.inf:
             start = request.arrival + PATIENCE
         else:
             start = request.due - self.cost.coefficients.prefill_seconds(0, request.known)
@@ -48,8 +51,10 @@ class BySlack:
 
 
 class Line(NamedTuple):
-    batch: float
-    priority: float
+    """Who waits for the same: one class and one tenant."""
+
+    batch: bool
+    priority: int
     account: Account
 
 
@@ -92,72 +97,142 @@ class Queue:
 
 
 class Turns:
-    """Whose turn it is, slice after slice, in the making of one plan."""
+    """Whose turn it is, slice after slice, in the making of one plan that begins at `now`."""
 
-    def __init__(self, started: list[Request], queue: Queue, overtakes: bool) -> None:
-        self._started: dict[Line, list[Request]] = {}
-        for request in sorted(started, key=_rank):
-            self._started.setdefault(_line(request), []).append(request)
+    def __init__(self, started: list[Request], queue: Queue, overtakes: bool, now: float) -> None:
         self._queue = queue
         self._overtakes = overtakes
-        self._closed: set[Line] = set()
         self._admitting = True
+        self._started = _by_line(started)
+        self._passed = dict.fromkeys(queue.lines, 0)  # in each line of the queue, how many were passed over
+        self._closed: set[Line] = set()
+        lines = dict.fromkeys((*self._started, *queue.lines))
+        heads = [head for line in lines if (head := self._head(line)) is not None]
+        self._levels = Levels(heads, now)
+        # One head a line. A key may be out of date when its tenant was charged meanwhile, but only in another class.
+        self._heads = [(self._key(head), head) for head in heads]
+        heapify(self._heads)
 
     def next(self) -> Request | None:
-        heads = []
-        for line in self._started.values():
-            while line and line[0].state is not State.RUNNING:
-                line.pop(0)  # became a victim on the way
-            heads += line[:1]
-        if self._admitting:
-            heads += [line[0] for key, line in self._queue.lines.items() if key not in self._closed]
-        return min(heads, key=self._key, default=None)
+        """The request whose turn it is; it has to be served or passed over, or admission to be closed."""
+        while self._heads:
+            request = self._heads[0][1]
+            if request is self._head(_line(request)):
+                return request
+            self._replace(_line(request))  # became a victim on the way, or is not to be admitted any more
+        return None
 
     def served(self, request: Request) -> None:
-        """One that was under way had its slice."""
-        self._started[_line(request)].remove(request)
+        """It had its slice; one that waited has left the queue for it."""
+        line = _line(request)
+        if request in self._started.get(line, ()):
+            self._started[line].remove(request)
+        self._replace(line)
 
-    def close(self, request: Request) -> None:
+    def pass_over(self, request: Request) -> None:
+        """One that waits cannot start now, through no fault of those behind it."""
+        self._passed[_line(request)] += 1
+        self._replace(_line(request))
+
+    def close_line(self, request: Request) -> None:
         """Nobody of this one's line is admitted in this step; the others' are."""
         self._closed.add(_line(request))
+        self._replace(_line(request))
 
-    def close_all(self) -> None:
+    def close(self) -> None:
+        """Nobody who waits is admitted in this step."""
         self._admitting = False
+
+    def _head(self, line: Line) -> Request | None:
+        """Who is next in a line: of those under way and those who wait the one with the smaller rank."""
+        started = self._started.get(line)
+        while started and started[0].state is not State.RUNNING:
+            started.popleft()  # became a victim on the way
+        under_way = started[0] if started else None
+        waits = None
+        if self._admitting and line not in self._closed:
+            waiting = self._queue.lines.get(line, ())
+            place = self._passed.get(line, 0)
+            waits = waiting[place] if place < len(waiting) else None
+        if under_way is None or waits is None:
+            return under_way or waits
+        return waits if self._overtakes and waits.rank < under_way.rank else under_way
+
+    def _replace(self, line: Line) -> None:
+        heappop(self._heads)
+        head = self._head(line)
+        if head is not None:
+            heappush(self._heads, (self._key(head), head))
 
     def _key(self, request: Request) -> tuple[bool, Rank, float, Rank]:
         behind = request.state is State.WAITING and not self._overtakes
-        return behind, request.rank[:2], _service(request), request.rank[2:]
+        return behind, request.rank[:2], self._levels.of(request, service_of(request)), request.rank[2:]
 
 
-def line_up(started: list[Request], queue: Queue, overtakes: bool, left: Callable[[Request], int]) -> list[Request]:
+class Levels:
+    """How tenants are ordered: by what they were served, within bounds."""
+
+    def __init__(self, heads: list[Request], now: float) -> None:
+        self._most = min(map(service_of, heads), default=0.0) + DEBT
+        self._now = now
+
+    def of(self, request: Request, service: float) -> float:
+        """Smaller goes first. A tenant that waits and waits while others come and go gets its turn after PATIENCE."""
+        starved = self._now - _account(request).unserved_since > PATIENCE
+        return -1.0 if starved else min(service, self._most)
+
+
+def line_up(
+    started: list[Request], queue: Queue, overtakes: bool, left: Callable[[Request], int], now: float
+) -> list[Request]:
     """All prefills in the order in which they would be served if nothing else came."""
     everybody = sorted([*started, *queue], key=_rank)
     if not overtakes:
         everybody.sort(key=_waits)
     if len({request.account for request in everybody}) <= 1:
         return everybody
-    lines: dict[Line, list[Request]] = {}
-    for request in reversed(everybody):
-        lines.setdefault(_line(request), []).append(request)
+    lines = _by_line(everybody)
+    levels = Levels([line[0] for line in lines.values()], now)
     service = {line.account: line.account.service for line in lines}
+
+    def head(line: Line) -> tuple[Rank, float, Rank, Line]:
+        request = lines[line][0]
+        served = service[line.account] if request.tag is None else request.tag
+        return (line.batch, line.priority), levels.of(request, served), request.rank, line
+
+    heads = [head(line) for line in lines]
+    heapify(heads)
     order = []
-    while lines:
-        line = min(lines, key=lambda line: (line.batch, line.priority, service[line.account], lines[line][-1].rank))
-        request = lines[line].pop()
-        if not lines[line]:
-            del lines[line]
-        service[line.account] += INPUT_WEIGHT * left(request) / line.account.weight
+    while heads:
+        *_, line = heappop(heads)
+        request = lines[line].popleft()
         order.append(request)
+        if request.tag is None:  # those who have started were charged
+            service[line.account] += INPUT_WEIGHT * left(request) / line.account.weight
+        if lines[line]:
+            heappush(heads, head(line))
     return order
 
 
-def _line(request: Request) -> Line:
+def _by_line(requests: Iterable[Request]) -> dict[Line, deque[Request]]:
+    lines: dict[Line, deque[Request]] = {}
+    for request in sorted(requests, key=_rank):
+        lines.setdefault(_line(request), deque()).append(request)
+    return lines
+
+
+def service_of(request: Request) -> float:
+    """What a request's tenant was served; before its own prompt was charged, if that has been."""
+    return _account(request).service if request.tag is None else request.tag
+
+
+def _account(request: Request) -> Account:
     assert request.account is not None, "only requests that were added have an account"
-    return Line(request.batch, request.priority, request.account)
+    return request.account
 
 
-def _service(request: Request) -> float:
-    return request.account.service if request.account is not None else 0.0
+def _line(request: Request) -> Line:
+    return Line(request.batch, request.priority, _account(request))
 
 
 def _rank(request: Request) -> Rank:

@@ -37,7 +37,8 @@ class Request:
     slot: int = -1  # -1: none. Kept after the seat is given up while a step in flight still names it.
     known: int = 0  # tokens to compute on (re)admission: the prompt, plus what was sampled before a preemption
     rank: Rank = ()  # class (two numbers), then the policy's order among the prefills of that class
-    account: Account | None = None  # its tenant's, while it waits or runs
+    account: Account | None = None  # its tenant's, once it was added
+    tag: float | None = None  # its tenant's service when it started, before its prompt was charged; None: not yet
     expected_hits: int = 0  # prompt tokens that were in the prefix cache when it was screened
     blocks: list[int] = field(default_factory=list)
     named: int = 0  # of its blocks, how many were offered to the prefix cache

@@ -5,7 +5,8 @@ what came of it, in the same order; when a plan is made, at most one earlier one
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from weft.core.budget import Budget, StepLoad
 from weft.core.cost import StepShape, slice_pairs
 from weft.core.policies import Policy
 from weft.core.prefix import PrefixCache
-from weft.core.queue import Queue, Turns, line_up
+from weft.core.queue import Queue, Turns, line_up, service_of
 from weft.core.request import Request, State
 from weft.core.slots import Slots
 from weft.core.step import BlockUpdates, Outcome, StepPlan, StepRecord
@@ -25,6 +26,9 @@ from weft.core.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT, Account, Tenants
 from weft.errors import QueueFullError, RequestError
 
 NO_SLOTS: NDArray[np.int64] = np.empty(0, np.int64)
+NOBODY: frozenset[Request] = frozenset()
+BATCH_SHARE = 0.5  # of the tightest gap: most that a decode step may take for the batch class to be in it
+MOST_SCREENED = 64  # promised newcomers in one plan, each of which walks the queue; a burst of more takes several
 
 
 class Scheduler:
@@ -61,11 +65,13 @@ class Scheduler:
         self.tenants = Tenants(self.max_num_seqs, self.num_blocks, self.tenant_weights)
         self.queue = Queue()
         self.running: set[Request] = set()
+        self._classes: Counter[tuple[bool, int]] = Counter()  # how many run of each class
         self._prefilling: list[Request] = []  # of those running, the ones with prompt left to plan
         self._leaving: list[Request] = []  # gave up their seat; their slot is still named by a plan
         self._last_predicted = 0.0  # seconds of the last plan
         self._device_free = -math.inf  # when the last plan is predicted to end
         self._fresh: list[Request] = []  # came since the last plan, to be screened by the next
+        self._fresh_tokens = 0
         self.refused: list[Request] = []  # since the owner last looked; it empties the list
         self._draft = _Draft()
 
@@ -90,13 +96,19 @@ class Scheduler:
             )
         self._check_queue(request)
         request.rank = self.policy.order.rank(request)
-        request.account = self.tenants.enter(request.tenant if self.policy.order.fair else "")
+        name = request.tenant if self.policy.order.fair else ""
+        request.account = self.tenants.enter(name, request.batch, self._levels(), request.arrival)
         self._fresh.append(request)
+        self._fresh_tokens += request.known
 
     def abort(self, request: Request, reason: str = "abort", now: float | None = None) -> None:
         """Ends a request at any moment. What a step in flight still computes for it is thrown away."""
         if request.state is State.WAITING:
-            (self._fresh if request in self._fresh else self.queue).remove(request)
+            if request in self._fresh:
+                self._fresh.remove(request)
+                self._fresh_tokens -= request.known
+            else:
+                self.queue.remove(request)
             self._end(request, reason, now)
         elif request.state is State.RUNNING:
             self._unseat(request)
@@ -111,22 +123,23 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next forward pass, or None where nothing can be done (idle, or all waits for a commit)."""
-        draft = self._draft = _Draft()
+        draft = self._draft
         prefills_first = self.policy.allowance.prefills_first
-        decodes = NO_SLOTS if prefills_first else self._plan_decodes()
-        draft.decodes = decodes
-        load = self._load(decodes, now)
+        draft.decodes = NO_SLOTS if prefills_first else self._plan_decodes()
+        load = self._load(draft.decodes, now)
+        if load.gap < math.inf:
+            load = self._trim_batch(load, now)
         self._screen(load, now)
-        budget = self.policy.allowance.budget(load)
-        self._plan_prefills(budget, load)
+        reason = self._plan_prefills(load)
         if prefills_first and not draft.prefills:
-            decodes = self._plan_decodes()
+            draft.decodes = self._plan_decodes()
         # A victim of the prefills may be among the decodes that were settled before.
-        decodes = decodes[self.slots.decoding[decodes]]
+        decodes = self._still_decoding()
         self._retire_slots()
         if not len(decodes) and not draft.prefills:
-            return None
-        plan = self._seal(decodes, budget.reason)
+            return None  # who was seated in vain stays in the draft, for the executor to hear of with the next plan
+        plan = self._seal(decodes, reason)
+        self._draft = _Draft()
         self._last_predicted = plan.predicted or 0.0
         self._device_free = load.start + self._last_predicted
         return plan
@@ -152,7 +165,9 @@ class Scheduler:
             self._end(request, finish_reason, finished)
         self._retire_slots()
         self.policy.observe(plan.shape, plan.predicted, finished - started)
-        if plan.predicted is not None and plan.number == self._steps - 1:  # the one behind it begins now
+        if plan.number == self._steps:
+            self._device_free = finished
+        elif plan.number == self._steps - 1:  # the one behind it begins now
             self._device_free = finished + self._last_predicted
         return StepRecord(
             number=plan.number,
@@ -210,76 +225,126 @@ class Scheduler:
             return ready
         for request in sorted((self._occupant(slot) for slot in short.tolist()), key=_age):
             if request.state is State.RUNNING and not self._grow(request, 1):
-                self._preempt(request)  # the youngest of all makes room for its elders
+                self._preempt(request)  # nobody gives way to it, so it does
         return ready[slots.decoding[ready]]
 
-    def _plan_prefills(self, budget: Budget, load: StepLoad) -> None:
-        """Slices of prefills under way and of waiting requests, in the policy's order, until the budget is spent."""
+    def _plan_prefills(self, load: StepLoad) -> str:
+        """Slices of prefills under way and of waiting requests, in the policy's order, until the budget is spent.
+
+        Returns what bounded them.
+        """
+        budget = self.policy.allowance.budget(load)
         if not self._prefilling and not self.queue:
-            return
-        turns = Turns(self._prefilling, self.queue, self.policy.order.overtakes)
+            return budget.reason
+        turns = Turns(self._prefilling, self.queue, self.policy.order.overtakes, load.start)
         while (request := turns.next()) is not None:
-            if request.state is State.RUNNING:
-                turns.served(request)
-            elif not self._admit(request, budget, load, turns):
-                continue
+            if request.state is State.WAITING:
+                victims = self._draft.preemptions
+                if not self._admit(request, budget, load, turns):
+                    continue
+                if self._draft.preemptions > victims and not self._draft.prefills:
+                    load = self._load(self._still_decoding(), load.start)  # those who made room ask for nothing now
+                    budget = self.policy.allowance.budget(load)
+            turns.served(request)
             if not self._plan_prefill(request, budget):
-                return
+                if budget.room(0, 1) < 1:
+                    break
+                continue
+            _account(request).unserved_since = load.start
             if request.first_token is None and self.slots.planned[request.slot] == self.slots.known[request.slot]:
                 budget.tighten(request.due - load.start)
+        return budget.reason
 
     def _admit(self, request: Request, budget: Budget, load: StepLoad, turns: Turns) -> bool:
-        """Seats a waiting request if there is room for it, or ends the admission of those behind it in this step.
+        """Seats a waiting request if there is room for it.
 
-        One that does not fit is not overtaken for being large; one whose tenant has its share keeps up its tenant only.
+        One that does not fit is not overtaken for being large, except by other tenants if its own has its share. One
+        whose promise, or another's, the decode step would break is passed over until that step is shorter.
         """
-        if self._is_over_share(request):
-            turns.close(request)
+        if request.slot >= 0 or budget.room(0, 1) < 1 or not self.slots.num_free:
+            turns.close()
             return False
-        if request.slot >= 0 or budget.room(0, 1) < 1 or not self._make_room(request, load):
-            turns.close_all()
+        if self._would_exceed_share(request):
+            turns.close_line(request)
+            return False
+        for victim in self._who_makes_room(request, load):
+            self._preempt(victim)
+        if not self._has_room(request, NOBODY):
+            turns.close()
+            return False
+        if not self._joins(request, load, NOBODY):
+            turns.pass_over(request)
             return False
         self.queue.remove(request)
         self._seat(request)
         return True
 
-    def _make_room(self, request: Request, load: StepLoad) -> bool:
-        """Whether there is a seat, room for the whole prompt, and a decode step that can take it.
+    def _who_makes_room(self, request: Request, load: StepLoad) -> list[Request]:
+        """Whom to preempt so that a request can start, the least loss first; nobody if that would not be enough.
 
-        Those of a lower class, or of a tenant that holds more than its share, give way if that helps.
+        For a seat and for blocks the lower classes give way, and tenants above their share; for the time of the decode
+        step only the batch class does.
         """
-        if self._has_room(request, load, frozenset()):
-            return True
-        givers = [other for other in self.running - self._draft.prefilled if self._gives_way(other, request)]
-        if not givers or not self._has_room(request, load, frozenset(givers)):
-            return False
-        for victim in sorted(givers, key=self._loss):
-            if self._gives_way(victim, request):  # its tenant may be within its share by now
-                self._preempt(victim)
-            if self._has_room(request, load, frozenset()):
-                return True
-        return False
+        fits, joins = self._has_room(request, NOBODY), self._joins(request, load, NOBODY)
+        if (fits and joins) or not self._somebody_may_give_way(request):
+            return []
+        chosen: list[Request] = []
+        given: dict[Account, tuple[int, int]] = {}  # seats and blocks of those chosen
+        for other in sorted(self.running - self._draft.prefilled, key=self._loss):
+            if (fits and joins) or (fits and not other.batch):
+                break
+            account = _account(other)
+            seats, blocks = given.get(account, (0, 0))
+            if self._gives_way(other, request, seats, blocks):
+                chosen.append(other)
+                given[account] = seats + 1, blocks + len(other.blocks)
+                gone = frozenset(chosen)
+                fits, joins = self._has_room(request, gone), self._joins(request, load, gone)
+        return chosen if fits and joins else []
 
-    def _has_room(self, request: Request, load: StepLoad, gone: frozenset[Request]) -> bool:
-        """Whether a request could start if those in `gone` were not there."""
-        seats = len(self.running) - len(gone)
-        if seats >= self.max_num_seqs or not self.slots.num_free:
-            return False
-        return self._fits(request, gone) and self._joins(request, load, gone)
+    def _somebody_may_give_way(self, request: Request) -> bool:
+        own = request.age_key[:2]
+        return self.tenants.several or any(other > own for other, count in self._classes.items() if count)
+
+    def _has_room(self, request: Request, gone: frozenset[Request]) -> bool:
+        """Whether there would be a seat and room for the whole prompt if those in `gone` were not there."""
+        return len(self.running) - len(gone) < self.max_num_seqs and self._fits(request, gone)
 
     def _joins(self, request: Request, load: StepLoad, gone: frozenset[Request]) -> bool:
         """Whether the decode step with all prefills under way and this one in it still keeps every promise."""
         if len(self.running) == len(gone):
             return True
-        decodes = self._draft.decodes[self.slots.decoding[self._draft.decodes]]
+        decodes = self._still_decoding()
         if gone:
             decodes = decodes[~np.isin(decodes, [other.slot for other in gone])]
-        shape, gap = self._load(decodes, load.start)[1:]
+        shape, gap = self._load(decodes, load.start)[1:3]
         prefills = [other for other in self._prefilling if other not in gone] + [request]
+        prefills = [other for other in prefills if other.known + 1 < other.limit]  # the others never decode
+        if not prefills:
+            return True
         count = shape.decodes + len(prefills)
         context = shape.context + sum(other.known for other in prefills)
         gap = min(gap, min(other.gap_target for other in prefills))
-        return self.policy.admission.may_join(StepShape(count, 0.0, 0, count, context), gap)
+        share = BATCH_SHARE if request.batch else 1.0
+        return self.policy.admission.may_join(StepShape(count, 0.0, 0, count, context), gap * share)
+
+    def _trim_batch(self, load: StepLoad, now: float) -> StepLoad:
+        """Batch decodes give way where, beside those who are promised a gap, they take more than their part of it."""
+        decodes = self._draft.decodes
+        slots = decodes[self.slots.batch[decodes]]
+        if not len(slots):
+            return load
+        for victim in sorted((self._occupant(slot) for slot in slots.tolist()), key=self._loss):
+            if self.policy.admission.may_join(load.shape, load.gap * BATCH_SHARE):
+                break
+            self._preempt(victim)
+            load = self._load(self._still_decoding(), now)
+        return load
+
+    def _still_decoding(self) -> NDArray[np.int64]:
+        """Of the decodes that were settled, those who have not been preempted since."""
+        decodes = self._draft.decodes
+        return decodes[self.slots.decoding[decodes]]
 
     # Parts of the passes
 
@@ -292,8 +357,6 @@ class Scheduler:
         if count < 1 or not self._grow(request, self._blocks_for(first + count) - len(request.blocks)):
             return 0
         budget.take(first, count)
-        if self.tenants.several and not request.preemptions:  # what was lost is not theirs to pay for
-            _account(request).charge(INPUT_WEIGHT * count)
         self._draft.prefills.append((request, first, count))
         self._draft.prefilled.add(request)
         slots.planned[slot] = first + count
@@ -307,6 +370,14 @@ class Scheduler:
         context = int(self.slots.planned[decodes].sum()) + count
         gap = float(self.slots.gap_target[decodes].min()) if count else math.inf
         return StepLoad(max(now, self._device_free), StepShape(count, 0.0, 0, count, context), gap)
+
+    def _firm_load(self, load: StepLoad) -> StepLoad:
+        """The load without the batch class, which gives way; and how long until all of it must have ended."""
+        decodes = self._still_decoding()
+        firm = decodes[~self.slots.batch[decodes]]
+        found = self._load(firm, load.start)
+        left = int((self.slots.limit[firm] - self.slots.known[firm]).max()) if len(firm) else 0
+        return found._replace(longest=left, crowded=len(firm) < len(decodes))
 
     def _take_cached(self, request: Request) -> None:
         """Appends the blocks that others have computed (or have planned to) since the last look."""
@@ -346,7 +417,7 @@ class Scheduler:
         return self._blocks_for(request.known) - len(hits) + unused_hits <= free
 
     def _grow(self, request: Request, count: int) -> bool:
-        """Gives a request `count` more blocks, preempting younger ones if it must."""
+        """Gives a request `count` more blocks, preempting those who give way to it if it must."""
         while self.pool.num_free < count:
             victim = self._victim(request)
             if victim is None:
@@ -388,11 +459,15 @@ class Scheduler:
         givers = [other for other in others if self._gives_way(other, claimant) or self._is_junior(other, claimant)]
         return min(givers, key=self._loss, default=None)
 
-    def _gives_way(self, request: Request, claimant: Request) -> bool:
-        """The lower class to the higher; within a class, the tenant above its share to the one within."""
+    def _gives_way(self, request: Request, claimant: Request, seats: int = 0, blocks: int = 0) -> bool:
+        """The lower class to the higher; within a class, the tenant above its share to the one within.
+
+        `seats` and `blocks` are what the former has given up already.
+        """
         if request.age_key[:2] != claimant.age_key[:2]:
             return request.age_key[:2] > claimant.age_key[:2]
-        return self._is_over(request) and not self._is_over(claimant)
+        over = self.tenants.is_over(_account(request), batch=request.batch, seats=-seats, blocks=-blocks)
+        return over and not self._is_over(claimant)
 
     def _is_junior(self, request: Request, claimant: Request) -> bool:
         """The younger to the elder of its class, unless that one's tenant is above its share and its own is not."""
@@ -401,17 +476,24 @@ class Scheduler:
         return self._is_over(request) or not self._is_over(claimant)
 
     def _is_over(self, request: Request) -> bool:
-        return self.tenants.is_over(_account(request))
+        return self.tenants.is_over(_account(request), batch=request.batch)
 
-    def _loss(self, request: Request) -> tuple[bool, int, bool, float, float]:
+    def _would_exceed_share(self, request: Request) -> bool:
+        blocks = self._blocks_for(request.known)
+        return self.tenants.is_over(_account(request), batch=request.batch, seats=1, blocks=blocks)
+
+    def _levels(self) -> Iterator[float]:
+        """How much those with prompts to compute were served."""
+        for line in self.queue.lines:
+            yield line.account.service
+        for request in [*self._fresh, *self._prefilling]:
+            yield service_of(request)
+
+    def _loss(self, request: Request) -> tuple[bool, int, bool, float, float, str]:
         """Smaller is easier to give up: the lowest class, then one that is promised nothing, then the least work."""
         work = self.policy.work(int(self.slots.computed[request.slot]))
-        return not request.batch, -request.priority, request.gap_target < math.inf, work, -request.arrival
-
-    def _is_over_share(self, request: Request) -> bool:
-        if not self.tenants.several:
-            return False
-        return self.tenants.is_over(_account(request), seats=1, blocks=self._blocks_for(request.known))
+        promised = request.gap_target < math.inf or request.due < math.inf
+        return not request.batch, -request.priority, promised, work, -request.arrival, request.id
 
     def _check_queue(self, request: Request) -> None:
         waiting = self.num_waiting
@@ -419,8 +501,8 @@ class Scheduler:
             raise QueueFullError(
                 f"{waiting} requests wait already, max_queued_requests={self.max_queued_requests}: try again later"
             )
-        tokens = self.queue.tokens + sum(fresh.known for fresh in self._fresh)
-        if self.max_queued_tokens is not None and tokens + request.known > self.max_queued_tokens:
+        tokens = self.queue.tokens + self._fresh_tokens
+        if self.max_queued_tokens is not None and tokens and tokens + request.known > self.max_queued_tokens:
             raise QueueFullError(
                 f"{tokens} tokens of prompts wait already; with {request.known} more they would exceed "
                 f"max_queued_tokens={self.max_queued_tokens}: try again later"
@@ -429,13 +511,21 @@ class Scheduler:
     def _screen(self, load: StepLoad, now: float) -> None:
         """Refuses newcomers that would be late, or make others late, and those whose time has run out in the queue."""
         admission = self.policy.admission
-        for request in self._fresh:
+        if self._fresh or self.queue:
+            load = self._firm_load(load)
+        newcomers, self._fresh = self._fresh, []
+        screened = 0
+        for request in newcomers:
+            screened += request.due < math.inf
+            if screened > MOST_SCREENED and request.due < math.inf:
+                self._fresh.append(request)
+                continue
+            self._fresh_tokens -= request.known
             hits = self.cache.match(request.hashes, 0, self._shareable(request))
             request.expected_hits = len(hits) * self.block_size
             self.queue.add(request)
-            if not admission.screen(request, self._prefills, load):
+            if not admission.screen(request, lambda: self._prefills(load.start), load):
                 self._refuse(request, now)
-        self._fresh.clear()
         while hopeless := [request for request in self.queue.heads() if self._is_hopeless(request, load)]:
             for request in hopeless:
                 self._refuse(request, now)
@@ -449,9 +539,10 @@ class Scheduler:
         self._end(request, "refused", now)
         self.refused.append(request)
 
-    def _prefills(self) -> list[Prefill]:
+    def _prefills(self, now: float) -> list[Prefill]:
         """All prompts that are not computed yet, in the policy's order."""
-        order = line_up(self._prefilling, self.queue, self.policy.order.overtakes, lambda r: self._left_of(r).left)
+        overtakes = self.policy.order.overtakes
+        order = line_up(self._prefilling, self.queue, overtakes, lambda r: self._left_of(r).left, now)
         return [self._left_of(request) for request in order]
 
     def _left_of(self, request: Request) -> Prefill:
@@ -479,7 +570,12 @@ class Scheduler:
         self.slots.take(request)
         request.state = State.RUNNING
         self.running.add(request)
-        _account(request).seats += 1
+        account = _account(request)
+        account.seats += 1
+        self._classes[request.age_key[:2]] += 1
+        if request.tag is None:  # the whole prompt is charged at once, and only once
+            request.tag = account.service
+            account.charge(INPUT_WEIGHT * (request.known - request.expected_hits))
         self._prefilling.append(request)
         self._draft.joined.append(request)
 
@@ -489,8 +585,10 @@ class Scheduler:
         if request in self._prefilling:
             self._prefilling.remove(request)
         self.slots.decoding[request.slot] = False
+        self._draft.forget(request)
         account = _account(request)
         account.seats -= 1
+        self._classes[request.age_key[:2]] -= 1
         account.blocks -= len(request.blocks)
         self.pool.release(request.blocks, keep=self.cache.named)
         request.blocks = []
@@ -510,7 +608,7 @@ class Scheduler:
         request.state = State.FINISHED
         request.finish_reason = reason
         request.finished = now
-        self.tenants.leave(_account(request))
+        self.tenants.leave(_account(request), request.batch)
 
     def _name_blocks(self, request: Request, stop: int) -> None:
         """Offers the request's full blocks up to `stop` to the prefix cache, as far as their hashes are known."""
@@ -592,6 +690,16 @@ class _Draft:
         self.cached_tokens = 0
         self.preemptions = 0
         self.lost_tokens = 0  # by those
+
+    def forget(self, request: Request) -> None:
+        """What the executor has not heard of yet and need not any more."""
+        if request in self.joined:
+            self.joined.remove(request)
+        if request.slot in self.block_slots:
+            stay = [index for index, slot in enumerate(self.block_slots) if slot != request.slot]
+            self.block_slots = [self.block_slots[index] for index in stay]
+            self.block_columns = [self.block_columns[index] for index in stay]
+            self.blocks = [self.blocks[index] for index in stay]
 
 
 def _account(request: Request) -> Account:

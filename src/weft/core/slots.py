@@ -22,6 +22,7 @@ class Slots:
         self.computed = np.zeros(size, np.int64)  # tokens whose step was committed
         self.limit = np.zeros(size, np.int64)
         self.gap_target = np.full(size, np.inf)  # seconds between its tokens
+        self.batch = np.zeros(size, np.bool_)
         self.capacity = np.zeros(size, np.int64)  # tokens that fit into the blocks it holds
         self.decoding = np.zeros(size, np.bool_)  # seated, and its next input is its own last sample
         self.in_flight = np.zeros(size, np.int64)  # submitted steps that name the row and are not committed
@@ -39,6 +40,7 @@ class Slots:
         self.known[slot] = request.known
         self.limit[slot] = request.limit
         self.gap_target[slot] = request.gap_target
+        self.batch[slot] = request.batch
         self.planned[slot] = self.computed[slot] = self.capacity[slot] = 0
         return slot
 

@@ -43,10 +43,11 @@ class Loop:
         self.on_record = on_record
         self.streams: dict[str, Stream] = {}
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._refused: list[TokenEvent] = []  # to be handed out with the next events
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work
+        return bool(self._in_flight or self._refused) or self.scheduler.has_work
 
     def add(self, stream: Stream) -> None:
         self.scheduler.add(stream.request)
@@ -63,10 +64,11 @@ class Loop:
             plan = self.scheduler.plan(self.clock())
             if plan is not None:
                 self._in_flight.append((plan, self.executor.submit(plan, self._inputs(plan))))
-            refused = self._take_refusals()
-        if len(self._in_flight) > self.depth or (plan is None and self._in_flight):
-            return refused + self._take_in()
-        return refused
+            self._refused += self._take_refusals()
+        taken = len(self._in_flight) > self.depth or (plan is None and self._in_flight)
+        events = self._take_in() if taken else []
+        refused, self._refused = self._refused, []  # not before: waiting for the device may be interrupted
+        return refused + events
 
     def drain(self) -> None:
         """Takes in what is in flight without planning more; its events are lost, so end or abandon streams first."""
@@ -161,14 +163,17 @@ class Loop:
 
     def _fail(self) -> None:
         """Ends every stream with "error" and starts the books over; what a failed step left in blocks is forgotten."""
-        while self._in_flight:
-            with contextlib.suppress(Exception):
-                self._in_flight.popleft()[1].result()
-        for stream in self.streams.values():
-            request = stream.request
-            request.state, request.finish_reason, request.finished = State.FINISHED, "error", self.clock()
-        self.streams.clear()
-        self.scheduler.reset()
+        try:
+            while self._in_flight:
+                with contextlib.suppress(Exception):
+                    self._in_flight.popleft()[1].result()
+        finally:  # a second Ctrl-C must not leave the books half-written
+            for stream in self.streams.values():
+                request = stream.request
+                request.state, request.finish_reason, request.finished = State.FINISHED, "error", self.clock()
+                request.slot = -1
+            self.streams.clear()
+            self.scheduler.reset()
 
 
 def _setup(stream: Stream) -> SlotSetup:
