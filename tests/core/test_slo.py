@@ -253,3 +253,48 @@ def test_a_refusal_names_the_time_that_the_first_token_would_have_taken() -> Non
     assert late.request.predicted_ttft == pytest.approx(80 * TICK, rel=0.1)
     assert never.request.predicted_ttft is not None
     assert math.isfinite(never.request.predicted_ttft)
+
+
+def test_a_refusal_is_not_lost_when_waiting_for_the_device_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = slo_loop()
+    loop.depth = 1
+    other = add(loop, "a", 200, 30)
+    loop.step()
+    late = add(loop, "b", 40, ttft_target=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Timed, "run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            loop.step()
+    events = []
+    while loop.has_work:
+        events += loop.step()
+    assert [event.finish_reason for event in events if event.stream is late] == ["refused"]
+    assert other.request.finish_reason == "length"
+
+
+def test_who_is_seated_in_a_plan_that_comes_to_nothing_is_heard_of_with_the_next() -> None:
+    """Its seat came from the only decode, whose gap still bounded the step: no plan, but it held cached blocks."""
+    cost = Coefficients(0, 0, 1 / 128, 0, 0, 0, 0, reach=1 / 32)
+    loop = toy_loop(policy=slo(CostModel(cost, spread=0.0), 64), seqs=1, depth=0)
+    now = iter(range(10**6))
+    loop.clock = lambda: float(next(now))
+    shared = [1 + (i * 7 + 3) % 49 for i in range(60)]
+    for name, words in (("warm", shared), ("other", [3, 3, 4])):
+        loop.add(toy_stream(name, words, 1))
+        run(loop)
+    low = toy_stream("low", [5, 6, 7], 30, priority=1, gap_target=0.2, arrival=100.0)
+    loop.add(low)
+    run(loop, steps=2)
+    tail = next([a, b] for a in range(1, 49) for b in range(1, 49) if len(solo([*shared, a, b], 6)) == 6)
+    urgent = toy_stream("urgent", [*shared, *tail], 6, arrival=101.0)
+    loop.add(urgent)
+    run(loop)
+    for stream in (low, urgent):
+        assert stream.output == solo(stream.prompt.tolist(), stream.request.max_tokens)
+
+
+def test_an_idle_engine_takes_a_prompt_of_any_length() -> None:
+    scheduler = Scheduler(policy=chunked(8), num_blocks=100, block_size=4, max_num_seqs=4, max_queued_tokens=10)
+    scheduler.add(Request("long", prompt_tokens=300, max_tokens=1))
+    with pytest.raises(QueueFullError):
+        scheduler.add(Request("short", prompt_tokens=1, max_tokens=1))

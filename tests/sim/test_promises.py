@@ -20,6 +20,9 @@ arrivals = st.lists(
         time=st.floats(0, 2).map(lambda t: round(t, 3)),
         prompt_tokens=st.one_of(st.integers(1, 2000), st.integers(1, 40_000)),
         output_tokens=st.integers(1, 200),
+        prefix_ids=st.just(()),
+        tenant=st.just(""),
+        batch=st.just(False),
     ),
     min_size=1,
     max_size=40,
@@ -64,3 +67,28 @@ def test_every_admitted_request_keeps_its_promise_and_no_step_breaks_one(drawn: 
     scheduler.check_integrity()
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
     assert not math.isnan(played.ended)
+
+
+shared = st.lists(
+    st.builds(
+        Arrival,
+        time=st.floats(0, 2).map(lambda t: round(t, 3)),
+        prompt_tokens=st.one_of(st.integers(1, 2000), st.integers(1, 40_000)),
+        output_tokens=st.integers(1, 200),
+        prefix_ids=st.just(()),
+        tenant=st.sampled_from("abc"),
+        batch=st.just(False),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shared, targets)
+def test_the_last_to_come_keeps_its_promise_whatever_tenants_it_meets(drawn: list[Arrival], wanted: Targets) -> None:
+    trace = Trace("drawn", tuple(sorted(drawn, key=lambda arrival: arrival.time)))
+    played = play(trace, Watched(), Truth(COST), wanted)
+    due = wanted.first_token(trace.arrivals[-1].prompt_tokens)
+    assert played.refused[-1] or played.ttft[-1] <= due + 1e-9
+    assert played.gaps.size == 0 or played.gaps.max() <= wanted.gap + 1e-9

@@ -122,10 +122,9 @@ class Refit:
     def _judge(self, window: Window) -> Array | None:
         """Coefficients that are clearly better on steps that they were not fitted to; None if there are none.
 
-        The cost model corrects a factor that is common to all steps by itself (`CostModel.mean`), so errors are counted
-        around their own centre. It is one centre for both kinds of step: that one kind is off more than the other is
-        just what the cost model cannot correct. Where nothing but a common factor is off, this factor is folded in, so
-        that predictions mean seconds.
+        The cost model corrects a common factor by itself (`Drift`), so errors are counted around their own centre. It
+        is one centre for both kinds of step: that one kind is off more than the other is worth a correction. Where
+        nothing but a common factor is off, this factor is folded in, so that predictions mean seconds.
         """
         if self._candidate is None:
             return None
