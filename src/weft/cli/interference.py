@@ -20,7 +20,7 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     parser = kinds.add_parser(
         "interference",
         help="what decoding streams notice of long prompts",
-        description="Lets 32 streams decode, then brings four long prompts at once, and looks at the time between the "
+        description="Lets 32 streams decode, then brings two long prompts at once, and looks at the time between the "
         "streams' tokens while these are read: under monolithic, chunked (2,048 tokens a step) and slo, in virtual "
         "time on a hardware profile and for real on this machine. There the target of slo is three times the "
         "decode-only step that is measured first.",
@@ -28,7 +28,7 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="left out: the small model that ships with weft")
     add("--runs", type=int, default=5, metavar="N", help="real runs of slo, of which the median counts (default: 5)")
-    add("--prompt-tokens", type=int, default=4000, metavar="N", help="of each long prompt, for real (default: 4000)")
+    add("--prompt-tokens", type=int, default=3000, metavar="N", help="of each long prompt, for real (default: 3000)")
     add("--profile", default="h200-llama-3-8b", metavar="NAME", help="for virtual time (default: h200-llama-3-8b)")
     add("--simulated-only", action="store_true", help="virtual time only")
     add("--json", type=Path, metavar="FILE", help="also write a list with one object a run")
@@ -42,17 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError(f"--runs {arguments.runs} must be at least 1")
     if arguments.prompt_tokens < 1:
         raise OptionError(f"--prompt-tokens {arguments.prompt_tokens} must be at least 1")
-    found = [(f"virtual time, {arguments.profile}", _simulated(arguments.profile, 0.0, 0.0))]
-    disturbed = (f"virtual time, {arguments.profile}, disturbed", _simulated(arguments.profile, 0.1, 0.05))
-    real: list[Interference] = []
-    if not arguments.simulated_only:
-        real = _real(arguments)
     print(
         f"{'where':<44} {'policy':<11} {'target':>8} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8} {'read in':>9}  ms"
     )
-    for where, runs in [*found, disturbed, ("this machine", real)]:
+    found = [(f"virtual time, {arguments.profile}", _simulated(arguments.profile, 0.0, 0.0))]
+    disturbed = (f"virtual time, {arguments.profile}, disturbed", _simulated(arguments.profile, 0.1, 0.05))
+    for where, runs in (*found, disturbed):
         for run in runs:
             _print_gaps(where, run)
+    real = [] if arguments.simulated_only else _real(arguments)
     for where, runs in (*found, disturbed):
         worst = max(run.p999 / run.target for run in runs if run.policy == "slo")
         print(f"{where}: slo's p99.9 is {worst:.2f} of the target ({_verdict(worst / SIMULATED_FACTOR)} 1.1)")
@@ -105,9 +103,9 @@ def _real(arguments: argparse.Namespace) -> "list[Interference]":
         for number, policy in enumerate(order):
             tokens = PROMPTS * arguments.prompt_tokens
             with work_progress(f"{policy}, run {number + 1} of {len(order)}", tokens, arguments.progress) as advance:
-                runs.append(
-                    measure(llm.engine, policy, prompt_tokens=arguments.prompt_tokens, seed=number, progress=advance)
-                )
+                run = measure(llm.engine, policy, prompt_tokens=arguments.prompt_tokens, seed=number, progress=advance)
+            _print_gaps("this machine", run)
+            runs.append(run)
     return runs
 
 
@@ -116,7 +114,7 @@ def _print_gaps(where: str, run: "Interference") -> None:
 
     times = [run.target, *np.percentile(run.gaps, (50, 99, 99.9, 100)), run.prefill]
     cells = " ".join(f"{1000 * time:>8.1f}" for time in times)
-    print(f"{where:<44} {run.policy:<11} {cells}   {run.steps} steps with prefill")
+    print(f"{where:<44} {run.policy:<11} {cells}   {run.steps} steps with prefill", flush=True)
 
 
 def _row(where: str, run: "Interference") -> dict[str, Any]:

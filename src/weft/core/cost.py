@@ -111,15 +111,22 @@ class Errors(NamedTuple):
 
 
 class Drift:
-    """What was learnt of one kind of step: logarithm of measured over predicted, its mean and its variance."""
+    """What was learnt of one kind of step: logarithm of measured over predicted, its centre and its spread.
+
+    A hiccup (a step many times longer than predicted, because the machine did something else) says nothing of how long
+    steps take, and no smaller step would have prevented it. So the spread is the one within which two thirds of the
+    steps lie, however far off the others are: for normal errors that is the standard deviation.
+    """
 
     MEMORY = 256  # steps over which it is averaged
     PRIOR = 16  # steps that what was given at the start counts for
-    SPREADS = 3.5  # standard deviations above the mean: only a few steps in ten thousand take longer
+    WITHIN = 0.6827  # share of normal errors within one standard deviation
+    SPREADS = 3.5  # above the centre: but for hiccups, only a few steps in ten thousand take longer
+    LEAST = 1e-4  # spread from which it can still grow
 
-    def __init__(self, mean: float, variance: float) -> None:
+    def __init__(self, mean: float, spread: float) -> None:
         self.mean = mean
-        self.variance = variance
+        self.spread = spread
         self._seen = self.PRIOR
 
     @property
@@ -130,16 +137,19 @@ class Drift:
     @property
     def margin(self) -> float:
         """What a prediction must be multiplied with so that hardly any step takes longer."""
-        return math.exp(self.mean + self.SPREADS * math.sqrt(self.variance))
+        return math.exp(self.mean + self.SPREADS * self.spread)
 
     def observe(self, error: float) -> None:
-        """A hiccup (a step many times longer than predicted) counts as three spreads, no more."""
-        most = 3 * math.sqrt(self.variance) + 0.02
-        error = min(max(error - self.mean, -most), most)
+        error -= self.mean
         self._seen = min(self._seen + 1, self.MEMORY)
         weight = 1 / self._seen
-        self.mean += weight * error
-        self.variance += weight * ((1 - weight) * error * error - self.variance)
+        most = 2 * self.spread + 0.02
+        self.mean += weight * min(max(error, -most), most)
+        outside = abs(error) > max(self.spread, self.LEAST)
+        if outside:
+            self.spread = max(self.spread, self.LEAST) * math.exp(2 * weight * self.WITHIN)
+        else:
+            self.spread *= math.exp(-2 * weight * (1 - self.WITHIN))
 
 
 class CostModel:
@@ -153,8 +163,8 @@ class CostModel:
 
     def __init__(self, coefficients: Coefficients, mean: float = 0.0, spread: float = 0.05, refit: bool = True) -> None:
         self.coefficients = coefficients
-        self.prefill = Drift(mean, spread**2)
-        self.decode = Drift(mean, spread**2)
+        self.prefill = Drift(mean, spread)
+        self.decode = Drift(mean, spread)
         self._refit = Refit(coefficients) if refit else None
         self._stale = 0
         self._errors: deque[float] = deque(maxlen=self.REPORTED)
@@ -183,8 +193,8 @@ class CostModel:
             better = self._refit.observe(shape, measured)
             if better is not None:
                 self.coefficients = better
-                self.prefill = Drift(self._refit.mean, self._refit.variance)
-                self.decode = Drift(self._refit.mean, self._refit.variance)
+                spread = math.sqrt(self._refit.variance)
+                self.prefill, self.decode = Drift(self._refit.mean, spread), Drift(self._refit.mean, spread)
                 self._stale = self.STALE
 
     def errors(self) -> Errors | None:
