@@ -14,19 +14,23 @@ from weft.sim.traces import Arrival, Trace
 PROFILE = load_profile("h200-llama-3-8b")
 COST = PROFILE.coefficients
 
-arrivals = st.lists(
-    st.builds(
-        Arrival,
-        time=st.floats(0, 2).map(lambda t: round(t, 3)),
-        prompt_tokens=st.one_of(st.integers(1, 2000), st.integers(1, 40_000)),
-        output_tokens=st.integers(1, 200),
-        prefix_ids=st.just(()),
-        tenant=st.just(""),
-        batch=st.just(False),
-    ),
-    min_size=1,
-    max_size=40,
-)
+
+def traffic(tenants: str, most: int) -> st.SearchStrategy[list[Arrival]]:
+    return st.lists(
+        st.builds(
+            Arrival,
+            time=st.floats(0, 2).map(lambda t: round(t, 3)),
+            prompt_tokens=st.one_of(st.integers(1, 2000), st.integers(1, 40_000)),
+            output_tokens=st.integers(1, 200),
+            prefix_ids=st.just(()),
+            tenant=st.sampled_from(tenants),
+            batch=st.just(False),
+        ),
+        min_size=1,
+        max_size=most,
+    )
+
+
 targets = st.builds(
     Targets, gap=st.sampled_from([0.015, 0.025, 0.05, 0.1]), ttft=st.floats(0.3, 2), ttft_per_1k=st.floats(0, 0.3)
 )
@@ -49,7 +53,7 @@ class Watched(Scheduler):
 
 
 @settings(max_examples=300, deadline=None)
-@given(arrivals, targets)
+@given(traffic("a", 40), targets)
 def test_every_admitted_request_keeps_its_promise_and_no_step_breaks_one(drawn: list[Arrival], wanted: Targets) -> None:
     trace = Trace("drawn", tuple(sorted(drawn, key=lambda arrival: arrival.time)))
     scheduler = Watched()
@@ -69,23 +73,8 @@ def test_every_admitted_request_keeps_its_promise_and_no_step_breaks_one(drawn: 
     assert not math.isnan(played.ended)
 
 
-shared = st.lists(
-    st.builds(
-        Arrival,
-        time=st.floats(0, 2).map(lambda t: round(t, 3)),
-        prompt_tokens=st.one_of(st.integers(1, 2000), st.integers(1, 40_000)),
-        output_tokens=st.integers(1, 200),
-        prefix_ids=st.just(()),
-        tenant=st.sampled_from("abc"),
-        batch=st.just(False),
-    ),
-    min_size=1,
-    max_size=20,
-)
-
-
 @settings(max_examples=150, deadline=None)
-@given(shared, targets)
+@given(traffic("abc", 20), targets)
 def test_the_last_to_come_keeps_its_promise_whatever_tenants_it_meets(drawn: list[Arrival], wanted: Targets) -> None:
     trace = Trace("drawn", tuple(sorted(drawn, key=lambda arrival: arrival.time)))
     played = play(trace, Watched(), Truth(COST), wanted)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from weft.core.budget import Allowance, StepLoad, least_step
-from weft.core.cost import CostModel, StepShape
+from weft.core.budget import BATCH_SHARE, Allowance, StepLoad, least_step
+from weft.core.cost import CostModel, StepShape, decodes_alone
 from weft.core.request import Request
 
 MEMORY = 30.0  # seconds over which the load is averaged
@@ -61,7 +61,7 @@ class PromiseKeepers:
         """Walks the queue as it would be served if nothing else arrived, and asks who would come too late.
 
         Each prefill runs at the pace that decodes leave it; when it is done it decodes itself and slows the next ones.
-        None of those who decode is assumed to end, so the walk errs on the late side.
+        None of those who decode is assumed to end before all must have, so the walk errs on the late side.
         """
         if newcomer.batch or newcomer.due == math.inf:
             return True  # it is promised nothing
@@ -127,7 +127,8 @@ class _Walk:
         # Who decodes now must have ended by then; until then none is assumed to.
         self.present = load.shape
         self.drained = load.start + load.longest * load.gap if load.longest else load.start
-        self.step = 0.0
+        self.step = 0.0  # seconds of the last step of the prompt that was just read
+        self.reach = 0  # tokens of context that this step read
 
     def serve(self, prefill: Prefill) -> float | None:
         """Seconds that it takes to read a prompt at the pace that decodes leave it; None where they leave none.
@@ -166,14 +167,13 @@ class _Walk:
 
     def _pace(self, reach: int) -> float:
         pace = self.allowance.pace(self.cost, self.decodes, self.context, self.gap, reach)
-        return min(pace, 0.5) if self.crowded else pace  # of a step, the batch class may take half
+        return min(pace, 1 - BATCH_SHARE) if self.crowded else pace
 
     def _can(self, request: Request, reach: int) -> bool:
         """Whether a prompt gets on at all, and may decode afterwards."""
         if self._pace(reach) <= 0:
             return False
-        count, context = self.decodes + 1, self.context + reach
-        after = StepShape(count, 0.0, 0, count, int(context))
+        after = decodes_alone(self.decodes + 1, int(self.context + reach))
         gap = min(self.gap, request.gap_target)
         return request.max_tokens == 1 or self.cost.predict(after) * self.cost.decode.margin <= gap
 

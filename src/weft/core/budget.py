@@ -7,6 +7,7 @@ from weft.core.cost import CostModel, StepShape, with_slice
 
 IDLE_STEP = 0.25  # seconds a step may take where nobody decodes, so that a newcomer never waits behind an enormous one
 LEAST_SLICE = 16  # tokens
+BATCH_SHARE = 0.5  # of the tightest gap: most that a decode step may take for the batch class to be in it
 
 
 class StepLoad(NamedTuple):

@@ -32,6 +32,11 @@ def slice_pairs(first: int, count: int) -> float:
     return count * (first + (count + 1) / 2)
 
 
+def decodes_alone(count: int, context: int) -> StepShape:
+    """A step of so many decodes that read so many tokens of context together, and nothing else."""
+    return StepShape(tokens=count, decodes=count, context=context)
+
+
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """Seconds each."""

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from weft.core.admission import Prefill
 from weft.core.blocks import BlockPool
-from weft.core.budget import Budget, StepLoad
-from weft.core.cost import StepShape, slice_pairs
+from weft.core.budget import BATCH_SHARE, Budget, StepLoad
+from weft.core.cost import StepShape, decodes_alone, slice_pairs
+from weft.core.draft import NO_SLOTS, Draft, ints
 from weft.core.policies import Policy
 from weft.core.prefix import PrefixCache
 from weft.core.queue import Queue, Turns, line_up, service_of
@@ -25,9 +26,7 @@ from weft.core.step import BlockUpdates, Outcome, StepPlan, StepRecord
 from weft.core.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT, Account, Tenants
 from weft.errors import QueueFullError, RequestError
 
-NO_SLOTS: NDArray[np.int64] = np.empty(0, np.int64)
 NOBODY: frozenset[Request] = frozenset()
-BATCH_SHARE = 0.5  # of the tightest gap: most that a decode step may take for the batch class to be in it
 MOST_SCREENED = 64  # promised newcomers in one plan, each of which walks the queue; a burst of more takes several
 
 
@@ -73,7 +72,7 @@ class Scheduler:
         self._fresh: list[Request] = []  # came since the last plan, to be screened by the next
         self._fresh_tokens = 0
         self.refused: list[Request] = []  # since the owner last looked; it empties the list
-        self._draft = _Draft()
+        self._draft = Draft()
 
     @property
     def has_work(self) -> bool:
@@ -139,7 +138,7 @@ class Scheduler:
         if not len(decodes) and not draft.prefills:
             return None  # who was seated in vain stays in the draft, for the executor to hear of with the next plan
         plan = self._seal(decodes, reason)
-        self._draft = _Draft()
+        self._draft = Draft()
         self._last_predicted = plan.predicted or 0.0
         self._device_free = load.start + self._last_predicted
         return plan
@@ -326,7 +325,7 @@ class Scheduler:
         context = shape.context + sum(other.known for other in prefills)
         gap = min(gap, min(other.gap_target for other in prefills))
         share = BATCH_SHARE if request.batch else 1.0
-        return self.policy.admission.may_join(StepShape(count, 0.0, 0, count, context), gap * share)
+        return self.policy.admission.may_join(decodes_alone(count, context), gap * share)
 
     def _trim_batch(self, load: StepLoad, now: float) -> StepLoad:
         """Batch decodes give way where, beside those who are promised a gap, they take more than their part of it."""
@@ -369,7 +368,7 @@ class Scheduler:
         count = len(decodes)
         context = int(self.slots.planned[decodes].sum()) + count
         gap = float(self.slots.gap_target[decodes].min()) if count else math.inf
-        return StepLoad(max(now, self._device_free), StepShape(count, 0.0, 0, count, context), gap)
+        return StepLoad(max(now, self._device_free), decodes_alone(count, context), gap)
 
     def _firm_load(self, load: StepLoad) -> StepLoad:
         """The load without the batch class, which gives way; and how long until all of it must have ended."""
@@ -628,8 +627,8 @@ class Scheduler:
         samples = np.ones(num_decodes + len(prefills), np.bool_)
         slots.planned[decodes] += 1
         if prefills:  # most steps have none, and need not pay for them
-            rows = np.concatenate([rows, _ints([request.slot for request, _, _ in prefills])])
-            first = np.concatenate([first, _ints([first for _, first, _ in prefills])])
+            rows = np.concatenate([rows, ints([request.slot for request, _, _ in prefills])])
+            first = np.concatenate([first, ints([first for _, first, _ in prefills])])
             count[num_decodes:] = [count for _, _, count in prefills]
             samples = first + count == slots.known[rows]
         known = slots.known[rows] + samples
@@ -659,7 +658,7 @@ class Scheduler:
             num_decodes=num_decodes,
             shape=shape,
             joined=draft.joined,
-            new_blocks=BlockUpdates(_ints(draft.block_slots), _ints(draft.block_columns), _ints(draft.blocks)),
+            new_blocks=BlockUpdates(ints(draft.block_slots), ints(draft.block_columns), ints(draft.blocks)),
             cached_tokens=draft.cached_tokens,
             preemptions=draft.preemptions,
             lost_tokens=draft.lost_tokens,
@@ -676,39 +675,9 @@ class Scheduler:
         return -(-tokens // self.block_size)
 
 
-class _Draft:
-    """A plan in the making."""
-
-    def __init__(self) -> None:
-        self.prefills: list[tuple[Request, int, int]] = []  # request, first, count
-        self.prefilled: set[Request] = set()  # who they are for
-        self.decodes = NO_SLOTS
-        self.joined: list[Request] = []
-        self.block_slots: list[int] = []  # entries of block tables that are new
-        self.block_columns: list[int] = []
-        self.blocks: list[int] = []
-        self.cached_tokens = 0
-        self.preemptions = 0
-        self.lost_tokens = 0  # by those
-
-    def forget(self, request: Request) -> None:
-        """What the executor has not heard of yet and need not any more."""
-        if request in self.joined:
-            self.joined.remove(request)
-        if request.slot in self.block_slots:
-            stay = [index for index, slot in enumerate(self.block_slots) if slot != request.slot]
-            self.block_slots = [self.block_slots[index] for index in stay]
-            self.block_columns = [self.block_columns[index] for index in stay]
-            self.blocks = [self.blocks[index] for index in stay]
-
-
 def _account(request: Request) -> Account:
     assert request.account is not None, "only requests that were added have an account"
     return request.account
-
-
-def _ints(values: list[int]) -> NDArray[np.int64]:
-    return np.array(values, np.int64) if values else NO_SLOTS
 
 
 def _age(request: Request) -> tuple[bool, int, float, str]:

@@ -1,0 +1,38 @@
+"""Draft: a plan in the making, and what the executor must hear of with the next one."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.request import Request
+
+NO_SLOTS: NDArray[np.int64] = np.empty(0, np.int64)
+
+
+class Draft:
+    """A plan in the making."""
+
+    def __init__(self) -> None:
+        self.prefills: list[tuple[Request, int, int]] = []  # request, first, count
+        self.prefilled: set[Request] = set()  # who they are for
+        self.decodes = NO_SLOTS
+        self.joined: list[Request] = []
+        self.block_slots: list[int] = []  # entries of block tables that are new
+        self.block_columns: list[int] = []
+        self.blocks: list[int] = []
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.lost_tokens = 0  # by those
+
+    def forget(self, request: Request) -> None:
+        """What the executor has not heard of yet and need not any more."""
+        if request in self.joined:
+            self.joined.remove(request)
+        if request.slot in self.block_slots:
+            stay = [index for index, slot in enumerate(self.block_slots) if slot != request.slot]
+            self.block_slots = [self.block_slots[index] for index in stay]
+            self.block_columns = [self.block_columns[index] for index in stay]
+            self.blocks = [self.blocks[index] for index in stay]
+
+
+def ints(values: list[int]) -> NDArray[np.int64]:
+    return np.array(values, np.int64) if values else NO_SLOTS
