@@ -45,6 +45,11 @@ class ChatTemplate:
         """Whether the model has a template at all."""
         return bool(self._sources)
 
+    @property
+    def source(self) -> str:
+        """The text of the template that is used where there are tools; "" where there is none."""
+        return self._sources.get("tool_use") or self._sources.get("default", "")
+
     def render(
         self,
         messages: Sequence[Message],

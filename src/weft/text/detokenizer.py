@@ -26,6 +26,7 @@ class StreamDetokenizer:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._first = True
+        self._between = False  # whether some text was pushed and nothing is kept back
         self._utf8 = _utf8_decoder(errors=_ONE_PER_BYTE if tokenizer.byte_fallback else "replace")
         # A character has at most four bytes, so no more tokens than that matter.
         visible = list(islice((t for t in reversed(context) if tokenizer.token_bytes(t) and t not in self._hidden), 4))
@@ -38,7 +39,17 @@ class StreamDetokenizer:
             if token_id not in self._hidden and (spelling := self._tokenizer.token_bytes(token_id)):
                 data.append(self._tokenizer.token_bytes(token_id, first=True) if self._first else spelling)
                 self._first = False
-        return self._utf8.decode(b"".join(data))
+        text = self._utf8.decode(b"".join(data))
+        self._between = not self._first and not self._utf8.getstate()[0]
+        return text
+
+    def push_one(self, token_id: int) -> str:
+        """The same for one token; most are whole characters between whole characters, and then it is a look-up."""
+        if self._between and token_id not in self._hidden:
+            text = self._tokenizer.whole_text(token_id)
+            if text is not None:
+                return text
+        return self.push((token_id,))
 
     def flush(self) -> str:
         """The end of the stream: what is left of an unfinished character, as U+FFFD."""

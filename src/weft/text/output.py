@@ -34,7 +34,7 @@ class TextStream:
         self._tokens += 1
         # The token that ends a text is not part of it, unless the caller wants to see what stopped it.
         hidden = finish_reason == "stop" and not self._include_stop
-        text = "" if hidden else self._detokenizer.push([token])
+        text = "" if hidden else self._detokenizer.push_one(token)
         if finish_reason is not None:
             text += self._detokenizer.flush()
         shown = self._stops.push(text, active=self._tokens > self._min_tokens)

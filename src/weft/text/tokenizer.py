@@ -35,6 +35,7 @@ class Tokenizer:
         kinds = {step["type"] for step in decoder.get("decoders", [decoder]) if step}
         self._byte_level, self.byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
         self._spelled: dict[tuple[int, bool], bytes] = {}  # at most two entries a token of the vocabulary
+        self._whole: dict[int, str | None] = {}
         self._prefix: list[int] = []
         if add_bos_token and self.bos_token_id is not None and self.encode("")[:1] != [self.bos_token_id]:
             self._prefix = [self.bos_token_id]
@@ -92,6 +93,18 @@ class Tokenizer:
         if spelling is None:
             spelling = self._spelled[token_id, first] = self._spell(token_id, first)
         return spelling
+
+    def whole_text(self, token_id: int) -> str | None:
+        """What a token adds to the text where some precedes it; None where it is not made of whole characters."""
+        try:
+            return self._whole[token_id]
+        except KeyError:
+            try:
+                text = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            self._whole[token_id] = text
+            return text
 
     def _spell(self, token_id: int, first: bool) -> bytes:
         piece = self._backend.id_to_token(token_id)

@@ -1,0 +1,226 @@
+"""ToolParser: owns what of a reply has been given out, as content for the reader or as pieces of tool calls.
+
+A call goes out while it is written: its name once that is complete, then its arguments as they come. What cannot be a
+call is content, marker and all; whitespace next to a call belongs to the format. A call whose name is out cannot be
+taken back: if it breaks, its arguments get the rest of its text as the model wrote it, up to the next marker, and do
+not parse; if the reply just ends, they end with it.
+"""
+
+import json
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
+
+from weft.text.tools.grammar import CLOSERS, SPACE, Grammar, Mismatch, Steps
+
+
+class ToolCallDelta(NamedTuple):
+    """A piece of a call. The arguments of a finished call, put together, are valid JSON."""
+
+    index: int  # type: ignore[assignment]  # which call of the reply, from 0 (tuples have a method of this name)
+    id: str | None  # with the first piece of a call only
+    name: str | None  # with the first piece of a call only
+    arguments: str  # the next piece of the arguments' JSON text, as the model writes it
+
+
+class Parsed(NamedTuple):
+    content: str  # text for the reader
+    calls: list[ToolCallDelta]
+
+
+class ToolParser(Grammar, ABC):
+    """Splits the text of one reply into content and tool calls. The result does not depend on how the text is cut."""
+
+    # Whether the format's markers are special tokens in some tokenizers, so that the detokenizer must not skip those.
+    needs_special_tokens: ClassVar[bool]
+
+    def __init__(self, tools: Sequence[str] = (), make_id: Callable[[], str] | None = None):
+        super().__init__()
+        self._tools = frozenset(tools)
+        self._make_id = make_id or self._random_id
+        self._steps = self._reply()
+        self._plain = False  # whether a run of characters that begin no marker may be fed as if it were one
+        self._content: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+        self._index = -1  # of the latest call
+        self._head: tuple[str | None, str | None] = (None, None)  # its id and name, until a delta has them
+        self._arguments: list[str] = []  # its arguments, until a delta has them
+        self._unfinished = False  # whether more of them should come
+        self._shown = self._content  # where text goes: to the content, or to the arguments of a call that broke
+
+    def push(self, text: str) -> Parsed:
+        """Takes the next piece of text; returns what has been decided."""
+        at = 0
+        while at < len(text):
+            run = _PLAIN.match(text, at) if self._plain else None
+            end = run.end() if run else at + 1
+            self._feed(text[at:end])
+            at = end
+        return self._take()
+
+    def flush(self) -> Parsed:
+        """The end of the reply: what was held back."""
+        self._feed("")
+        return self._take()
+
+    @abstractmethod
+    def _reply(self) -> Steps[None]:
+        """The grammar of a whole reply."""
+
+    @staticmethod
+    def _random_id() -> str:
+        return "call_" + secrets.token_hex(12)
+
+    def _text(self, *markers: str) -> Steps[str]:
+        """Shows text up to a marker, which it returns; "" at the end. The marker stays held: it may be text as well."""
+        seen = ""
+        while self._char and seen not in markers:
+            if any(marker.startswith(seen + self._char) for marker in markers):
+                seen += self._char
+                yield
+            elif seen:  # looked like a marker and is none; another one could begin with the current character only
+                self._show(but=1)
+                seen = ""
+            else:
+                if self._char not in SPACE:
+                    self._show()
+                self._plain = True
+                yield
+                self._plain = False
+        if seen not in markers:
+            if seen or self._index < 0:
+                self._show()
+            seen = ""
+        self._shown = self._content
+        return seen
+
+    def _attempt(self, call: Steps[None]) -> Steps[bool]:
+        """Reads what should be a call; whether it was one to its end. If not, text goes on where it broke."""
+        try:
+            yield from call
+        except Mismatch:
+            if self._unfinished:
+                self._shown = self._arguments
+                self._finish()
+            elif "".join(self._held[:-1]).strip():
+                self._show(but=1)
+            return False
+        self._drop()
+        return True
+
+    def _object(self, marked: bool = True) -> Steps[None]:
+        """A call as an object with a name and arguments, in any order; other keys are passed over. Where no marker
+        promised a call, it must look like one before anything goes out: a user may have asked for JSON as well."""
+        name, begun, complete = "", False, False
+        early: list[str] = []  # arguments that come before the name
+        yield from self._expect("{")
+        while True:
+            yield from self._space()
+            literal: list[str] = []
+            yield from self._key(literal)
+            key, _ = json.JSONDecoder().raw_decode("".join(literal))
+            if key == "name" and not name:
+                literal = []
+                yield from self._string(literal)
+                name = json.loads("".join(literal) + '"')
+                self._check(name != "" and name.isprintable())
+                self._check(marked or not self._tools or name in self._tools)
+                if marked or self._tools or complete:
+                    begun = self._begin(name)
+                    self._arguments.extend(early)
+                    self._unfinished = not complete
+                yield from self._expect('"')
+                if begun:
+                    self._drop()
+            elif key in _ARGUMENTS and not complete:
+                begun = begun or (name != "" and self._begin(name))
+                yield from self._any_arguments(self._arguments if begun else early)
+                complete = True
+                if begun:
+                    self._finish()
+            else:
+                self._check(marked or begun or key in _HARMLESS)
+                yield from self._value([])
+            yield from self._space()
+            if self._char == "}":
+                break
+            yield from self._expect(",")
+        self._check(begun)
+        if not complete:
+            self._arguments.append("{}")
+            self._finish()
+        yield
+        self._drop()
+
+    def _any_arguments(self, into: list[str]) -> Steps[None]:
+        if self._char in CLOSERS:
+            yield from self._value(into)
+            return
+        value: list[str] = []
+        try:
+            yield from self._value(value)
+        finally:  # also where it breaks, so that nothing is lost
+            into.append(_unwrap("".join(value)))
+
+    def _begin(self, name: str, call_id: str | None = None) -> bool:
+        self._seal()
+        self._index += 1
+        self._head = (call_id or self._make_id(), name)
+        self._unfinished = True
+        self._drop()
+        return True
+
+    def _finish(self) -> None:
+        self._unfinished = False
+        self._drop()
+
+    def _show(self, but: int = 0) -> None:
+        """What was held back is text, but for the last character perhaps."""
+        end = len(self._held) - but
+        self._shown.extend(self._held[:end])
+        del self._held[:end]
+
+    def _drop(self) -> None:
+        """What was held back is used up as part of a call."""
+        del self._held[:-1]
+
+    def _feed(self, char: str) -> None:
+        self._char = char
+        self._held.append(char)
+        next(self._steps, None)
+
+    def _seal(self) -> None:
+        """Makes a delta of what is new of the latest call."""
+        if self._head[0] or self._arguments:
+            self._calls.append(ToolCallDelta(self._index, *self._head, "".join(self._arguments)))
+        self._head = (None, None)
+        self._arguments.clear()
+
+    def _take(self) -> Parsed:
+        self._seal()
+        parsed = Parsed("".join(self._content), self._calls)
+        self._content.clear()
+        self._calls = []
+        return parsed
+
+
+_PLAIN = re.compile(r"[^\s<\[]+(?: +[^\s<\[]+)*")  # no marker's first character, and no whitespace at its ends
+_ARGUMENTS = frozenset(["arguments", "parameters"])
+_HARMLESS = frozenset(["type", "id"])  # what else models write into a call
+
+
+def _unwrap(value: str) -> str:
+    """Arguments that are no object: null and "" mean none, and JSON in a string is taken out of it."""
+    try:
+        text = json.loads(value)
+        if text is None or text == "":
+            return "{}"
+        if isinstance(text, str):
+            text.encode()  # half a surrogate pair could not be sent
+            json.dumps(json.loads(text), allow_nan=False)
+            return text
+    except (ValueError, RecursionError):
+        pass
+    return value
