@@ -1,6 +1,6 @@
 """weft serves language models so that nobody's stream stutters when somebody else's long prompt arrives."""
 
-from weft.engine.params import SamplingParams
+from weft.engine.params import SamplingParams, StructuredOutputs
 from weft.errors import EngineError, ModelError, OptionError, RequestError, WeftError
 from weft.llm import LLM, Completion, Delta, Generation, Metrics
 
@@ -17,5 +17,6 @@ __all__ = [
     "OptionError",
     "RequestError",
     "SamplingParams",
+    "StructuredOutputs",
     "WeftError",
 ]

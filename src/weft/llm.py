@@ -104,10 +104,10 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         self.options = EngineOptions.of(model=None if model is None else str(model), **options)
-        self.path = _resolve(self.options.model)
+        self.path = resolve_model_path(self.options.model)
         self.tokenizer = Tokenizer.load(self.path)
         self.chat_template = ChatTemplate.load(self.path)
-        self.default_params = _recommended(self.path)
+        self.default_params = recommended_params(self.path)
         eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
         self.engine = build_engine(self.options, self.path, () if eos is None else (eos,))
         self._readers: dict[str, _Reader] = {}
@@ -136,7 +136,7 @@ class LLM:
         """
         every = _as_batch(prompts)
         params = _as_params(self.default_params if sampling_params is None else sampling_params, len(every))
-        wishes = Wishes(priority, tenant, batch, gap_target_ms, ttft_target_ms)
+        wishes = Wishes(priority, tenant, 0, batch, gap_target_ms, ttft_target_ms)
         groups = []
         for number, (prompt, own) in enumerate(zip(every, params, strict=True)):
             try:
@@ -187,7 +187,7 @@ class LLM:
         params = sampling_params or self.default_params
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one completion; open several, or use generate")
-        wishes = Wishes(priority, tenant, batch, gap_target_ms, ttft_target_ms)
+        wishes = Wishes(priority, tenant, 0, batch, gap_target_ms, ttft_target_ms)
         (reader,) = self._open(prompt, params, wishes, cache_salt)
         return self._follow(reader)
 
@@ -322,7 +322,7 @@ class _Reader:
                 completion.finish_reason, completion.stop = "stop", self._text.stopped
 
 
-def _resolve(model: str | None) -> Path:
+def resolve_model_path(model: str | None) -> Path:
     if model is None:
         return DEFAULT_MODEL
     path = Path(model)
@@ -342,7 +342,7 @@ def _as_batch(prompts: Any) -> list[Prompt]:
     return [prompts] if len(prompts) and isinstance(prompts[0], numbers.Number) else list(prompts)
 
 
-def _recommended(path: Path) -> SamplingParams:
+def recommended_params(path: Path) -> SamplingParams:
     """What generation_config.json says a model is best sampled with; the rest is SamplingParams' defaults."""
     file = path / "generation_config.json"
     said = read_json(file, optional=True)

@@ -34,16 +34,18 @@ def test_generate_completes_a_file_line_by_line(model: Path, tmp_path: Path) -> 
         {"prompt": "first", "max_tokens": 3, "ignore_eos": True},
         {"prompt": [1, 2, 3], "n": 2, "max_tokens": 4},
         {"messages": [{"role": "user", "content": "hello"}], "logit_bias": {"5": 1.5}},
+        {"prompt": "which", "structured_outputs": {"choice": ["one", "two"]}},
     ]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     done = weft("generate", model, *DUMMY, "--input", source, "--output", target, "--max-tokens", "5")
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [result["line"] for result in results] == [1, 2, 3]
-    assert [len(result["completions"]) for result in results] == [1, 2, 1]
+    assert [result["line"] for result in results] == [1, 2, 3, 4]
+    assert [len(result["completions"]) for result in results] == [1, 2, 1, 1]
     assert len(results[0]["completions"][0]["token_ids"]) == 3
     assert results[0]["metrics"]["ttft"] > 0
+    assert results[3]["completions"][0]["text"] in ("one", "two")
 
 
 def test_results_on_standard_output_are_nothing_but_lines_of_json(model: Path, tmp_path: Path) -> None:
@@ -78,6 +80,8 @@ def test_earlier_results_survive_a_bad_input(model: Path, tmp_path: Path) -> Non
         (['{"text": "x"}'], 'line 1: a JSON object with either "prompt" or "messages" is needed'),
         (['{"prompt": "x", "tempurature": 1}'], "line 1: unknown field 'tempurature'; known: prompt, messages, "),
         (['{"prompt": "x", "top_p": 7}'], "line 1: top_p=7 is out of range"),
+        (['{"prompt": "x", "structured_outputs": {"regex": "("}}'], "line 1: structured_outputs.regex cannot be used"),
+        (['{"prompt": "x", "structured_outputs": ["a"]}'], "line 1: structured_outputs must be an object with one of"),
         (['{"prompt": 5}'], "line 1: a prompt is text or a list of token ids, not 5"),
         (['{"messages": []}'], "line 1: messages is empty"),
         (['{"messages": "hi"}'], "line 1: messages must be a list of objects"),

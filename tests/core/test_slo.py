@@ -137,6 +137,15 @@ def test_the_tenant_that_was_served_least_goes_first() -> None:
     assert run(loop) == ["h1:0+8*", "light:0+8*", "h2:0+8*", "middle:0+8*", "h3:0+8*"]
 
 
+def test_precedence_orders_a_tenants_own_prompts_and_nobody_elses() -> None:
+    loop = slo_loop(tokens=8)
+    add(loop, "a1", 8, tenant="a", arrival=0.0, ttft_target=1000.0)
+    add(loop, "b1", 8, tenant="b", arrival=0.1, ttft_target=1000.0)
+    add(loop, "b2", 8, tenant="b", arrival=0.2, ttft_target=1000.0, precedence=-5)
+    add(loop, "a2", 8, tenant="a", arrival=0.3, ttft_target=1000.0, precedence=7)
+    assert [served.partition(":")[0] for served in run(loop)] == ["a1", "b2", "b1", "a2"]
+
+
 def test_a_share_bounds_the_seats_while_others_are_there() -> None:
     loop = slo_loop(tokens=16, seqs=4)
     for number in range(4):

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 
 from tests.company import BLOCK, Arrival, Case, assert_it_really_happened, cases, play
-from tests.engine.tiny import tiny_directory
+from tests.engine.tiny import tiny_directory, write_letters
 from weft.core import Scheduler
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
-from weft.engine.params import SamplingParams
+from weft.engine.params import SamplingParams, StructuredOutputs
 from weft.engine.stream import Standing, Stream
+from weft.engine.structured import Grammar, Grammars
 from weft.engine.torch_executor import TorchExecutor
 from weft.kv import KVPool
 from weft.models import CausalLM, load_config, load_model
@@ -28,28 +29,36 @@ WISHES: dict[int | None, SamplingParams] = {
     1: SamplingParams(seed=1, temperature=0.8, top_p=0.9, min_p=0.02, logprobs=2),
     2: SamplingParams(seed=2, top_k=9, repetition_penalty=1.3, logit_bias={5: 2.0}),
     3: SamplingParams(seed=3, frequency_penalty=0.7, presence_penalty=0.4, min_tokens=3, prompt_logprobs=1),
+    4: SamplingParams(seed=4, temperature=1.5, structured_outputs=StructuredOutputs(regex="([a-f][0-9]{1,3}){5,}")),
+    5: SamplingParams(seed=5, min_tokens=9, structured_outputs=StructuredOutputs(json={"type": "integer"})),
 }
+ENDS = (0, 7, 13)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    path: Path = tiny_directory(tmp_path_factory.mktemp("tiny"))
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_letters(tiny_directory(tmp_path_factory.mktemp("tiny")), ENDS)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> CausalLM:
     config = load_config(path)
     return load_model(path, config, dtype=torch.float64, device=CPU, max_model_len=128, load_format="dummy", seed=1)
 
 
-def open_stream(name: str, arrival: Arrival, now: float) -> Stream:
+def open_stream(name: str, arrival: Arrival, now: float, grammar: Grammar | None) -> Stream:
     return Stream.open(
         name,
         np.array(arrival.prompt, np.int32),
         WISHES[arrival.seed],
         seed=arrival.seed or 0,
         max_tokens=arrival.max_tokens,
-        eos_ids=(0, 7, 13),
+        eos_ids=ENDS,
         root=root_hash(arrival.salt),
         hashes=prompt_hashes(root_hash(arrival.salt), np.array(arrival.prompt, np.int32), BLOCK),
         arrival=now,
         standing=arrival.standing,
+        grammar=grammar,
     )
 
 
@@ -77,14 +86,23 @@ def torch_loop(model: CausalLM, case: Case) -> Loop:
     return Loop(scheduler, executor, depth=case.depth)
 
 
-def test_company_never_changes_tokens(model: CausalLM) -> None:
+def test_company_never_changes_tokens(model: CausalLM, path: Path) -> None:
     seen: Counter[str] = Counter()
+    grammars = Grammars(path, model.config.vocab_size, ENDS)
+    structured: list[Stream] = []
+
+    def opened(name: str, arrival: Arrival, now: float) -> Stream:
+        wish = WISHES[arrival.seed].structured_outputs
+        stream = open_stream(name, arrival, now, None if wish is None else grammars.compile(wish)[0])
+        if wish is not None:
+            structured.append(stream)
+        return stream
 
     @cache
     def alone(prompt: tuple[int, ...], max_tokens: int, seed: int | None) -> list[int]:
         arrival = Arrival(0, prompt, max_tokens, Standing(), "", seed, None)
         loop = torch_loop(model, Case((arrival,), depth=0, budget=64, seqs=1, spare=0, caching=False, by_slack=False))
-        stream = open_stream("alone", arrival, 0.0)
+        stream = opened("alone", arrival, 0.0)
         loop.add(stream)
         while loop.has_work:
             loop.step()
@@ -96,9 +114,12 @@ def test_company_never_changes_tokens(model: CausalLM) -> None:
     def plays(case: Case) -> None:
         loop = torch_loop(model, case)
         try:
-            play(case, loop, open_stream, lambda a: alone(a.prompt, a.max_tokens, a.seed), seen)
+            play(case, loop, opened, lambda a: alone(a.prompt, a.max_tokens, a.seed), seen)
         finally:
             loop.executor.close()
 
     plays()
     assert_it_really_happened(seen)
+    assert sum(stream.request.preemptions for stream in structured) >= 5
+    for stream in structured:
+        assert not set(stream.output[:-1]) & {*ENDS, 60, 61, 62, 63}

@@ -1,6 +1,7 @@
 """A small Llama with random weights, made from a config alone, and a tokenizer with one token a byte."""
 
 import json
+import string
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,17 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor
 def tiny_directory(path: Path, **changes: Any) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(CONFIG | changes))
+    return path
+
+
+def write_letters(path: Path, ends: tuple[int, ...], size: int = 60) -> Path:
+    """A tokenizer with one token a letter or digit. `ends` are no letters, and not marked special."""
+    others = iter(string.ascii_lowercase + string.digits + string.ascii_uppercase)
+    vocab = {f"<{token}>" if token in ends else next(others): token for token in range(size)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
     return path
 
 

@@ -15,7 +15,8 @@ from weft.cli.options import (
     engine_options,
     sampling_params,
 )
-from weft.engine.params import SamplingParams
+from weft.engine.params import SamplingParams, StructuredOutputs
+from weft.engine.structured import check_structure
 from weft.errors import OptionError, PromptError, RequestError
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 A line of --input is a JSON object with one of "prompt" (text or token ids) or "messages" (a conversation), and
-optionally any sampling parameter, such as {"prompt": "The", "max_tokens": 8, "seed": 1}. A line of the output has the
+optionally any sampling parameter, such as {"prompt": "The", "max_tokens": 8, "seed": 1}, or a form that the output must
+have, as {"structured_outputs": {"json": SCHEMA}} (or regex, choice, grammar, json_object). A line of the output has the
 input line's number and, for each completion, its text, token ids, finish reason and what was asked for, such as
 logprobs; and the times of the first.
 """
@@ -150,6 +152,9 @@ def _read_job(path: Path, number: int, line: str, defaults: SamplingParams) -> _
     if isinstance(data.get("logit_bias"), dict):  # JSON has no numbers for keys
         data["logit_bias"] = {int(t) if t.isdecimal() else t: bias for t, bias in data["logit_bias"].items()}
     try:
+        if data.get("structured_outputs") is not None:
+            data["structured_outputs"] = StructuredOutputs.of(data["structured_outputs"])
+            check_structure(data["structured_outputs"])
         replace(defaults, **data)
     except (RequestError, TypeError) as error:
         raise RequestError(f"{where}: {error}") from None

@@ -21,7 +21,7 @@ class Order(Protocol):
     overtakes: bool  # whether one that waits may go before one that is under way
 
     def rank(self, request: Request) -> Rank:
-        """The order within a class and a tenant; it does not change while a request queues."""
+        """Class and precedence, then the order within them; it does not change while a request queues."""
         ...
 
 
@@ -30,7 +30,7 @@ class ByArrival:
     overtakes = False
 
     def rank(self, request: Request) -> Rank:
-        return request.age_key
+        return (request.batch, request.priority, request.precedence, request.arrival, request.id)
 
 
 class BySlack:
@@ -47,7 +47,7 @@ class BySlack:
             start = request.arrival + PATIENCE
         else:
             start = request.due - self.cost.coefficients.prefill_seconds(0, request.known)
-        return (request.batch, request.priority, start, request.arrival, request.id)
+        return (request.batch, request.priority, request.precedence, start, request.arrival, request.id)
 
 
 class Line(NamedTuple):
@@ -166,7 +166,8 @@ class Turns:
 
     def _key(self, request: Request) -> tuple[bool, Rank, float, Rank]:
         behind = request.state is State.WAITING and not self._overtakes
-        return behind, request.rank[:2], self._levels.of(request, service_of(request)), request.rank[2:]
+        # Precedence orders a tenant's own line and counts for nothing between tenants.
+        return behind, request.rank[:2], self._levels.of(request, service_of(request)), request.rank[3:]
 
 
 class Levels:
@@ -198,7 +199,7 @@ def line_up(
     def head(line: Line) -> tuple[Rank, float, Rank, Line]:
         request = lines[line][0]
         served = service[line.account] if request.tag is None else request.tag
-        return (line.batch, line.priority), levels.of(request, served), request.rank, line
+        return (line.batch, line.priority), levels.of(request, served), request.rank[3:], line
 
     heads = [head(line) for line in lines]
     heapify(heads)

@@ -83,6 +83,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._fresh) + len(self.queue)
 
+    @property
+    def queued_tokens(self) -> int:
+        """Of the prompts that wait."""
+        return self.queue.tokens + self._fresh_tokens
+
     def add(self, request: Request) -> None:
         """Queues a request; refuses one that could never finish, or that finds the queue full."""
         if request.prompt_tokens < 1:
@@ -500,7 +505,7 @@ class Scheduler:
             raise QueueFullError(
                 f"{waiting} requests wait already, max_queued_requests={self.max_queued_requests}: try again later"
             )
-        tokens = self.queue.tokens + self._fresh_tokens
+        tokens = self.queued_tokens
         if self.max_queued_tokens is not None and tokens and tokens + request.known > self.max_queued_tokens:
             raise QueueFullError(
                 f"{tokens} tokens of prompts wait already; with {request.known} more they would exceed "

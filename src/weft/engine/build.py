@@ -12,6 +12,7 @@ from weft.engine.engine import Engine, Promises
 from weft.engine.executor import Executor
 from weft.engine.loop import Loop
 from weft.engine.options import EngineOptions
+from weft.engine.structured import Grammars
 from weft.errors import EngineError, OptionError
 from weft.progress import work_progress
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and must not be before prepa
 MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of books for each
 MOST_SPREAD = 0.15  # a margin to begin with; what the error really is will be learnt within some hundred steps
 CALIBRATION = 5.0  # seconds
+AUTO_GAP, AUTO_STEPS = 0.05, 2.0  # seconds, and decode steps: the larger is the gap target that nobody chose
 LEAST_GAP = 1.5  # decode steps; with less there would be no room for any prefill
 
 
@@ -86,13 +88,15 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
     )
+    eos_ids = (*config.eos_token_ids, *eos_ids)
     return Engine(
         Loop(scheduler, executor),
         vocab_size=config.vocab_size,
-        eos_ids=(*config.eos_token_ids, *eos_ids),
+        eos_ids=eos_ids,
         max_model_len=max_model_len,
         seed=options.seed,
         promises=promises,
+        grammars=Grammars(path, config.vocab_size, eos_ids),
     )
 
 
@@ -124,8 +128,12 @@ def _measure(executor: Executor, measuring: dict[str, Any], seconds: float) -> C
 def _promises(options: EngineOptions, calibration: Calibration) -> Promises:
     least = options.min_gap_target_ms
     min_gap = LEAST_GAP * calibration.decode_step if least is None else least / 1000
+    if options.gap_target_ms == "auto":
+        gap = max(AUTO_GAP, AUTO_STEPS * calibration.decode_step)
+    else:
+        gap = _seconds(options.gap_target_ms)
     targets = Targets(
-        gap=_seconds(options.gap_target_ms),
+        gap=gap,
         ttft=_seconds(options.ttft_target_ms),
         ttft_per_1k=options.ttft_target_per_1k_ms / 1000,
     )

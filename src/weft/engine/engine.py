@@ -15,6 +15,7 @@ from weft.engine.loop import Loop
 from weft.engine.options import check_milliseconds
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Standing, Stream
+from weft.engine.structured import Grammar, Grammars
 from weft.errors import OptionError, RequestError
 
 
@@ -23,6 +24,7 @@ class Wishes(NamedTuple):
 
     priority: int = 0  # lower goes first
     tenant: str = ""  # who it is for; tenants share by tokens
+    precedence: int = 0  # lower goes first, among prompts of the same tenant
     batch: bool = False  # wants no promise: fills the slack behind everybody else
     gap_target_ms: float | None = None  # None: the engine's
     ttft_target_ms: float | None = None  # None: the engine's
@@ -49,8 +51,10 @@ class Engine:
         max_model_len: int,
         seed: int | None,
         promises: Promises | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.loop = loop
+        self.grammars = grammars  # None: it keeps to none
         self.promises = promises  # None: it promises nothing
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
@@ -61,10 +65,15 @@ class Engine:
     def open_streams(
         self, prompt: Sequence[int], params: SamplingParams, *, wishes: Wishes | None = None, salt: str = ""
     ) -> list[Stream]:
-        """Checks a request and makes its `params.n` streams. Nothing runs before `loop.add`."""
+        """Checks a request and makes its `params.n` streams. Nothing runs before `loop.add`.
+
+        A structure that was not asked for before is tried out here, which takes milliseconds. `grammars.check` may do
+        that ahead, on another thread.
+        """
         tokens = self._checked(prompt)
         params.check_vocabulary(self.vocab_size)
         standing = self.standing(wishes or Wishes(), len(tokens))
+        grammars = self._grammars(params)
         room = self.max_model_len - len(tokens)
         number = next(self._numbers)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
@@ -84,15 +93,17 @@ class Engine:
                 hashes=hashes,
                 arrival=self.loop.clock(),
                 standing=standing,
+                grammar=grammar,
             )
-            for index in range(params.n)
+            for index, grammar in enumerate(grammars)
         ]
 
     def standing(self, wishes: Wishes, prompt_tokens: int) -> Standing:
         """What a request is really promised."""
-        priority, tenant, batch, gap_ms, ttft_ms = wishes
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority={priority!r} must be a whole number; lower goes first")
+        priority, tenant, precedence, batch, gap_ms, ttft_ms = wishes
+        for name, number in (("priority", priority), ("precedence", precedence)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise RequestError(f"{name}={number!r} must be a whole number; lower goes first")
         asked = {"gap_target_ms": gap_ms, "ttft_target_ms": ttft_ms}
         for name, value in asked.items():
             if value is None:
@@ -105,11 +116,19 @@ class Engine:
                 why = "a batch request" if batch else "an engine that was started without targets"
                 raise RequestError(f"{name}={value:g}: {why} promises nothing; leave the target out")
         if batch or self.promises is None:
-            return Standing(priority, tenant, batch)
+            return Standing(priority, tenant, precedence, batch)
         targets = self.promises.targets
         gap = targets.gap if gap_ms is None else gap_ms / 1000
         ttft = targets.first_token(prompt_tokens) if ttft_ms is None else ttft_ms / 1000
-        return Standing(priority, tenant, batch, ttft, max(gap, self.promises.min_gap))
+        return Standing(priority, tenant, precedence, batch, ttft, max(gap, self.promises.min_gap))
+
+    def _grammars(self, params: SamplingParams) -> Sequence[Grammar | None]:
+        """One for each of the n completions."""
+        if params.structured_outputs is None:
+            return [None] * params.n
+        if self.grammars is None:
+            raise RequestError("structured_outputs: this engine has no tokens to spell it with; leave it out")
+        return self.grammars.compile(params.structured_outputs, params.n)
 
     def _checked(self, prompt: Sequence[int]) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, str | bytes):

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from weft.core import StepPlan
 from weft.engine.params import SamplingParams
+from weft.engine.structured import Grammar
 
 
 class SlotSetup(NamedTuple):
@@ -19,6 +20,7 @@ class SlotSetup(NamedTuple):
     prompt: NDArray[np.int32]
     output: NDArray[np.int32]  # sampled before a preemption
     stop_ids: tuple[int, ...]  # not to be sampled before min_tokens
+    grammar: Grammar | None = None  # that the output keeps to
 
 
 class StepInputs(NamedTuple):

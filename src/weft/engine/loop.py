@@ -4,9 +4,10 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.core import Outcome, Request, Scheduler, State, StepPlan, StepRecord
 from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, StepResult, TokenLogprobs
@@ -44,6 +45,8 @@ class Loop:
         self.streams: dict[str, Stream] = {}
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._refused: list[TokenEvent] = []  # to be handed out with the next events
+        self._by_slot: list[Any] = [None] * scheduler.slots.size  # the Stream that a slot's tokens are for, if any
+        self._stop_ids: set[int] = set()  # of all streams there were: most steps sample none of them
 
     @property
     def has_work(self) -> bool:
@@ -52,10 +55,13 @@ class Loop:
     def add(self, stream: Stream) -> None:
         self.scheduler.add(stream.request)
         self.streams[stream.request.id] = stream
+        self._stop_ids |= stream.stop_ids
 
     def abort(self, stream: Stream, reason: str = "abort") -> None:
         """Ends a stream now; no further event names it. Harmless if it has ended."""
         if self.streams.pop(stream.request.id, None) is not None:
+            if stream.request.slot >= 0:
+                self._by_slot[stream.request.slot] = None
             self.scheduler.abort(stream.request, reason, self.clock())
 
     def step(self) -> list[TokenEvent]:
@@ -84,7 +90,10 @@ class Loop:
         first, count = plan.first.tolist(), plan.count.tolist()
         prefills = range(plan.num_decodes, len(plan.requests))
         values = [self.streams[plan.requests[row].id].values(first[row], count[row]) for row in prefills]
-        setups = [_setup(self.streams[request.id]) for request in plan.joined]
+        joined = [self.streams[request.id] for request in plan.joined]
+        for stream in joined:
+            self._by_slot[stream.request.slot] = stream
+        setups = [_setup(stream) for stream in joined]
         return StepInputs(np.concatenate(values) if values else np.empty(0, np.int32), setups)
 
     def _take_refusals(self) -> list[TokenEvent]:
@@ -118,29 +127,40 @@ class Loop:
                 stream = self.streams[plan.requests[row].id]
                 first = int(plan.first[row])
                 events.append(TokenEvent(stream, None, None, prompt_logprobs=found, prompt_first=first))
-        # The one loop over all that run: its names are local and its tuples are made the short way, because every
-        # request pays for it in every step.
-        streams, ended, make = self.streams, State.FINISHED, tuple.__new__
-        described, logprobs = result.logprobs, None
-        sampling = np.flatnonzero(plan.samples).tolist()
-        requests = plan.requests if len(sampling) == len(plan.requests) else [plan.requests[row] for row in sampling]
-        last = plan.last[plan.samples].tolist()
-        for row, request, token, is_last in zip(sampling, requests, result.tokens, last, strict=True):
-            if request.state is ended:
-                continue  # aborted, or ended in the step before: the surplus token is thrown away
-            stream = streams[request.id]
+        # What every request pays for in every step: a look-up by slot, an append, a tuple made the short way. Ends
+        # and log probabilities are put in afterwards, where there are any.
+        by_slot, make = self._by_slot, tuple.__new__
+        rows, tokens = np.flatnonzero(plan.samples), result.tokens
+        streams = [by_slot[slot] for slot in plan.slots[rows].tolist()]
+        if None in streams:  # aborted, or ended in the step before: the surplus token is thrown away
+            kept = [index for index, stream in enumerate(streams) if stream is not None]
+            rows, streams = rows[kept], [streams[index] for index in kept]
+            tokens = [tokens[index] for index in kept]
+        for stream, token in zip(streams, tokens, strict=True):
             stream.output.append(token)
-            reason = None
-            if token in stream.stop_ids and len(stream.output) >= stream.params.min_tokens:
-                reason = "stop"
-                outcome.finished.append((request, reason))
-            elif is_last:
-                reason = "length"
-                outcome.finished.append((request, reason))
-            if described:
-                logprobs = described.get(row)
-            events.append(make(TokenEvent, (stream, token, reason, logprobs, None, 0)))
+        first = len(events)
+        pairs = zip(streams, tokens, strict=True)
+        events += [make(TokenEvent, (stream, token, None, None, None, 0)) for stream, token in pairs]
+        for index, reason in self._ends(plan.last[rows], streams, tokens):
+            events[first + index] = TokenEvent(streams[index], tokens[index], reason)
+            outcome.finished.append((streams[index].request, reason))
+            by_slot[plan.slots[rows[index]]] = None
+        if result.logprobs:
+            for index, row in enumerate(rows.tolist(), start=first):
+                if row in result.logprobs:
+                    events[index] = events[index]._replace(logprobs=result.logprobs[row])
         return events
+
+    def _ends(self, last: NDArray[np.bool_], streams: list[Stream], tokens: list[int]) -> list[tuple[int, str]]:
+        """Which of these streams end with the token they got, and why."""
+        ends = dict.fromkeys(np.flatnonzero(last).tolist(), "length")
+        if not self._stop_ids.isdisjoint(tokens):
+            for index, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
+                # A grammar's end cannot be put off.
+                least = stream.params.min_tokens if stream.grammar is None else 0
+                if token in stream.stop_ids and len(stream.output) >= least:
+                    ends[index] = "stop"
+        return sorted(ends.items())
 
     def _hash_filled(self, plan: StepPlan, outcome: Outcome) -> None:
         size = self.scheduler.block_size
@@ -173,6 +193,7 @@ class Loop:
                 request.state, request.finish_reason, request.finished = State.FINISHED, "error", self.clock()
                 request.slot = -1
             self.streams.clear()
+            self._by_slot = [None] * len(self._by_slot)
             self.scheduler.reset()
 
 
@@ -185,4 +206,5 @@ def _setup(stream: Stream) -> SlotSetup:
         stream.prompt,
         np.array(stream.output, np.int32),
         tuple(stream.stop_ids),
+        stream.grammar,
     )

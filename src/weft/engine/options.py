@@ -22,7 +22,8 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory that weights and KV cache may take
     enable_prefix_caching: bool = True
     policy: Literal["slo", "chunked", "monolithic"] = "slo"  # slo with no target at all is chunked
-    gap_target_ms: float | None = None  # promised time between tokens; None: nothing is promised
+    gap_target_ms: float | Literal["auto"] | None = None  # promised time between tokens; None: nothing is promised;
+    # auto: 50 ms, or two calibrated decode steps where that is more
     ttft_target_ms: float | None = None  # promised time to the first token; None: nothing is promised
     ttft_target_per_1k_ms: float = 0.0  # on top, for every 1,000 tokens of the prompt
     min_gap_target_ms: float | None = None  # a smaller wish is raised to it; None: 1.5 times the calibrated decode step
@@ -69,7 +70,7 @@ class EngineOptions:
             raise OptionError(f"policy={self.policy!r} is unknown: choose {', '.join(POLICIES)}")
         for name in ("gap_target_ms", "ttft_target_ms", "min_gap_target_ms"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and not (name == "gap_target_ms" and value == "auto"):
                 check_milliseconds(name, value)
         if self.ttft_target_per_1k_ms != 0:
             check_milliseconds("ttft_target_per_1k_ms", self.ttft_target_per_1k_ms)

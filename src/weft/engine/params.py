@@ -1,12 +1,63 @@
 """SamplingParams: what a caller may ask of one request. Names and defaults are vLLM's where the meaning is the same."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from weft.errors import RequestError
 
 MAX_LOGPROBS = 20  # alternatives reported per position
 MAX_COUNT = 2**31 - 1  # of tokens and the like: more than any context, and it fits the arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """The form that an output must have, from its first token to its end of text. Exactly one is given.
+
+    Whether the schema, regex or grammar is a good one is not found out here: see `weft.engine.structured`.
+    """
+
+    json: str | dict[str, Any] | None = None  # a JSON schema; a keyword that cannot be kept to is an error
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # matches the whole output; as in Rust: no look-around, no back-references
+    choice: Sequence[str] | None = None  # one of these texts
+    grammar: str | None = None  # Lark, in llguidance's dialect; or GBNF, which has a rule `root ::= ...`
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in fields(self)]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = " and ".join(given) or "nothing"
+            raise RequestError(f"structured_outputs has {found} in it: give exactly one of {', '.join(names)}")
+        for name, kinds in (
+            ("json", (str, dict)),
+            ("json_object", (bool,)),
+            ("regex", (str,)),
+            ("choice", (list, tuple)),
+            ("grammar", (str,)),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                wanted = " or ".join(kind.__name__ for kind in kinds)
+                raise RequestError(f"structured_outputs.{name} must be {wanted}, not {value!r:.80}")
+        if self.choice is not None and not (self.choice and all(isinstance(text, str) for text in self.choice)):
+            raise RequestError(f"structured_outputs.choice must name at least one text, not {self.choice!r:.80}")
+
+    @classmethod
+    def of(cls, data: Any) -> "StructuredOutputs":
+        """From a JSON object; a field that does not exist is a RequestError."""
+        known = [field.name for field in fields(cls)]
+        if not isinstance(data, Mapping):
+            raise RequestError(f"structured_outputs must be an object with one of {', '.join(known)}, not {data!r:.80}")
+        unknown = [name for name in data if name not in known]
+        if unknown:
+            raise RequestError(f"structured_outputs has an unknown field {unknown[0]!r:.80}; known: {', '.join(known)}")
+        return cls(**data)
+
+    @property
+    def kind(self) -> str:
+        """The field that is given."""
+        return next(field.name for field in fields(self) if getattr(self, field.name) not in (None, False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +81,9 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives to report beside each sampled token
     prompt_logprobs: int | None = None  # the same for each token of the prompt
     n: int = 1  # independent completions of one prompt
+    # Where given, the output ends where its grammar does, whatever ignore_eos and min_tokens say; elsewhere no end is
+    # allowed. Bias and penalties count before it, and log probabilities are the model's own, as ever.
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0, 100)
@@ -54,6 +108,7 @@ class SamplingParams:
             ("stop", (str, list, tuple)),
             ("stop_token_ids", (list, tuple)),
             ("logit_bias", (Mapping,)),
+            ("structured_outputs", (StructuredOutputs,)),
         ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.engine.executor import SlotSetup, TokenLogprobs
+from weft.engine.masks import Masks
 
 PIECE = 1 << 24  # most float32 elements (rows x vocabulary) that prompt log probabilities hold at once: 64 MB
 
@@ -35,6 +36,7 @@ class Sampler:
         self._bans: dict[int, _TokenValues] = {}
         self._prompts: dict[int, NDArray[np.int32]] = {}  # of requests that want prompt log probabilities
         self._history = _History(slots, vocab_size, device)
+        self._masks = Masks(slots)
 
     def setup(self, setup: SlotSetup) -> None:
         """A request takes a slot, for the first time or after a preemption."""
@@ -51,7 +53,7 @@ class Sampler:
         self._biased[slot] = bool(params.logit_bias)
         if params.logit_bias:
             self._biases[slot] = _TokenValues.of(list(params.logit_bias), list(params.logit_bias.values()))
-        banned = params.min_tokens > 0 and len(setup.stop_ids) > 0
+        banned = params.min_tokens > 0 and len(setup.stop_ids) > 0 and setup.grammar is None
         self.min_position[slot] = len(setup.prompt) + params.min_tokens if banned else 0
         if banned:
             self._bans[slot] = _TokenValues.of(list(setup.stop_ids), [-np.inf] * len(setup.stop_ids))
@@ -61,6 +63,14 @@ class Sampler:
             self._history.open(slot, setup.prompt, setup.output)
         else:
             self._history.close(slot)
+        if setup.grammar is not None:
+            ends = setup.stop_ids if params.min_tokens > 0 else ()
+            self._masks.open(slot, setup.grammar, setup.output, ends, len(setup.prompt) + params.min_tokens)
+        else:
+            self._masks.close(slot)
+
+    def close(self) -> None:
+        self._masks.shutdown()
 
     def sample(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """Tokens for `positions` (one per row) from raw logits [rows, vocab]. Logits are not changed."""
@@ -71,6 +81,12 @@ class Sampler:
         if len(penalised):
             self._history.append(slots[penalised], tokens[torch.from_numpy(penalised).to(self.device)])
         return tokens
+
+    def advance(self, slots: NDArray[np.int64], tokens: list[int]) -> None:
+        """The sampled tokens, as soon as the host knows them. What they allow next is found in the background."""
+        rows = np.flatnonzero(self._masks.active[slots])
+        if len(rows):
+            self._masks.advance(slots[rows], [tokens[row] for row in rows.tolist()])
 
     def describe(self, logits: Tensor, tokens: Tensor, slots: NDArray[np.int64]) -> dict[int, TokenLogprobs]:
         """Log probabilities of the sampled tokens, from the raw logits, by row, for the rows that asked."""
@@ -99,11 +115,12 @@ class Sampler:
         return found
 
     def _edit(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-        """Bias, bans and penalties, in vLLM's order."""
+        """Bias, bans and penalties, in vLLM's order; then the tokens that a grammar does not allow become -inf."""
         biased = np.flatnonzero(self._biased[slots])
         banned = np.flatnonzero(positions < self.min_position[slots])
         penalised = np.flatnonzero(self._history.row[slots] >= 0)
-        if not (len(biased) or len(banned) or len(penalised)):
+        masked = np.flatnonzero(self._masks.active[slots])
+        if not (len(biased) or len(banned) or len(penalised) or len(masked)):
             return logits
         logits = logits.clone()
         for rows, values in ((biased, self._biases), (banned, self._bans)):
@@ -113,6 +130,11 @@ class Sampler:
             index = torch.from_numpy(penalised).to(self.device)
             weights = torch.from_numpy(self.penalties[slots[penalised]]).to(self.device, logits.dtype)
             logits[index] = self._history.penalise(logits[index], slots[penalised], weights)
+        if len(masked):
+            index = torch.from_numpy(masked).to(self.device)
+            bits = torch.from_numpy(self._masks.allowed(slots[masked], positions[masked]).view(np.uint8))
+            allowed = _unpack(bits.to(self.device))[:, : self.vocab_size]
+            logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
         return logits
 
     def _draw(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
@@ -223,6 +245,12 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
+
+
+def _unpack(bits: Tensor) -> Tensor:
+    """One truth value for each bit of each row's bytes, the lowest first."""
+    each = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=bits.device)
+    return (bits[:, :, None] & each).ne(0).flatten(1)
 
 
 def _add(logits: Tensor, rows: NDArray[np.int64], entries: list[_TokenValues]) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from weft.core import Request
 from weft.engine.hashing import block_hash
 from weft.engine.params import SamplingParams
+from weft.engine.structured import Grammar
 
 
 class Standing(NamedTuple):
@@ -19,6 +20,7 @@ class Standing(NamedTuple):
 
     priority: int = 0  # lower goes first
     tenant: str = ""  # tenants share by tokens
+    precedence: int = 0  # lower goes first, among prompts of the same tenant
     batch: bool = False  # promised nothing; fills the slack behind everybody else
     ttft_target: float = math.inf
     gap_target: float = math.inf
@@ -33,6 +35,7 @@ class Stream:
     stop_ids: frozenset[int]  # end the request when sampled; empty where ignored
     tail: bytes  # hash of its last full block with known values; the root where there is none
     output: list[int] = field(default_factory=list)
+    grammar: Grammar | None = None  # that the output keeps to
 
     @classmethod
     def open(
@@ -48,6 +51,7 @@ class Stream:
         hashes: Sequence[bytes],
         arrival: float,
         standing: Standing | None = None,
+        grammar: Grammar | None = None,
     ) -> "Stream":
         request = Request(
             id=request_id,
@@ -58,8 +62,9 @@ class Stream:
             reuse_prefix=params.prompt_logprobs is None,
             hashes=list(hashes),
         )
-        stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else eos_ids)
-        return cls(request, prompt, params, seed, stop_ids, hashes[-1] if hashes else root)
+        endless = params.ignore_eos and grammar is None  # behind the end of a grammar there is nothing to go on with
+        stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(() if endless else eos_ids)
+        return cls(request, prompt, params, seed, stop_ids, hashes[-1] if hashes else root, grammar=grammar)
 
     def values(self, first: int, count: int) -> NDArray[np.int32]:
         """Token ids at positions first..first+count-1."""

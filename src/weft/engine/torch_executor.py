@@ -48,6 +48,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         self._worker.shutdown()
+        self.sampler.close()
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
@@ -64,6 +65,8 @@ class TorchExecutor:
         sampling, positions = plan.slots[rows], plan.first[rows] + plan.count[rows]
         tokens = self.sampler.sample(logits, sampling, positions)
         self._last_token[slots[self._upload(rows)]] = tokens
+        chosen = tokens.tolist()
+        self.sampler.advance(sampling, chosen)
         described = self.sampler.describe(logits, tokens, sampling)
         prompt_logprobs = {
             row: self.sampler.describe_prompt(
@@ -73,7 +76,7 @@ class TorchExecutor:
             if row >= plan.num_decodes and self.sampler.wants_prompt(slot)
         }
         return StepResult(
-            tokens=tokens.tolist(),
+            tokens=chosen,
             started=started,
             finished=self.clock(),
             logprobs={int(rows[index]): found for index, found in described.items()},

@@ -1,0 +1,230 @@
+"""Structured output: the grammar that stands for a demanded form, whether it can be kept to, and its compilation for
+the tokens of a model. llguidance does the work; it is imported on first use. Torch is not needed.
+
+Schemas and grammars come from strangers. Their length is limited before llguidance sees them, llguidance's own limits
+keep every step short, and a grammar is tried for some tokens before it is taken, because most of these limits show only
+when a matcher moves. One that fails later than that allows nothing but the end of text from there on, so that its
+request ends with what it has.
+"""
+
+import functools
+import json
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+
+from weft.engine.params import StructuredOutputs
+from weft.errors import RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_TEXT = 100_000  # characters of a schema, a regex or all choices
+MAX_GRAMMAR = 20_000  # characters of a grammar, whose first step may take time that grows with its square
+MAX_GBNF_RULES = 500  # the conversion to Lark, too, may take time that grows with their square
+REHEARSAL = 128  # tokens tried before a grammar is taken
+CACHED = 64  # forms remembered as good
+STACK = 256 << 20  # bytes; the longest chain of references that fits MAX_TEXT takes about a quarter of it
+# Between the parts of JSON, as people write it: a small model that may go on with white space does so for ever.
+WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
+
+_T = TypeVar("_T")
+
+
+def check_structure(structure: StructuredOutputs) -> None:
+    """Raises a RequestError where a form can be refused without knowing the model. Takes seconds at the very worst."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    text = grammar_text(structure)
+    if structure.grammar is None or "<" not in structure.grammar:
+        _rehearse(structure.kind, text, LLTokenizer("byte"))
+    # As in <|end|>: it may name tokens of the model, which only the engine can judge.
+    elif error := _with_room(lambda: LLMatcher.validate_grammar(text, limits=_limits())):
+        raise _refusal(structure.kind, error)
+
+
+def grammar_text(structure: StructuredOutputs) -> str:
+    """A form in llguidance's own notation. Says what is wrong with its text, not yet with its meaning."""
+    from llguidance import LLMatcher
+
+    limit = MAX_GRAMMAR if structure.grammar is not None else MAX_TEXT
+    source = _source(structure)
+    if len(source) > limit:
+        raise RequestError(
+            f"structured_outputs.{structure.kind} has {len(source)} characters, and at most {limit} are allowed"
+        )
+    try:
+        source.encode()
+        if structure.regex is not None:
+            return LLMatcher.grammar_from_regex(source)
+        if structure.grammar is not None and _GBNF.search(source):
+            return LLMatcher.grammar_from_lark(_from_gbnf(source))
+        if structure.grammar is not None or structure.choice is not None:
+            return LLMatcher.grammar_from_lark(source)
+        return LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": WHITE_SPACE})
+    except (ValueError, RecursionError) as error:
+        raise _refusal(structure.kind, str(error)) from None
+
+
+class Grammar(NamedTuple):
+    """A form compiled for a model's tokens and for one request. (Copies of a matcher would share what its lexer has
+    learnt, and the limit on that: one request's fate would depend on another's.)
+    """
+
+    matcher: "LLMatcher"
+    vocab_size: int  # tokens that a mask has bits for; not less than the model's logits
+    end_ids: tuple[int, ...]  # allowed where the grammar accepts
+
+
+class Grammars:
+    """Compiles forms for one model. Safe to use from several threads.
+
+    The tokenizer is read on first use, which takes a second where it is large. Forms that were found good are
+    remembered; to compile one again takes a millisecond.
+    """
+
+    def __init__(self, path: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+        self.path = path
+        self.vocab_size = vocab_size  # of the model; its tokenizer may know more tokens, or fewer
+        self.end_ids = tuple(dict.fromkeys(end_ids))
+        self._tried = functools.lru_cache(CACHED)(self._try)
+
+    def check(self, structure: StructuredOutputs) -> None:
+        """Raises a RequestError where the form cannot be kept to."""
+        self._tried(structure.kind, grammar_text(structure))
+
+    def compile(self, structure: StructuredOutputs, count: int = 1) -> list[Grammar]:
+        """For `count` requests. Raises a RequestError where the form cannot be kept to."""
+        text = grammar_text(structure)
+        self._tried(structure.kind, text)
+        tokenizer = self.tokenizer
+        matchers = _with_room(lambda: [_matcher(text, tokenizer) for _ in range(count)])
+        return [Grammar(matcher, tokenizer.vocab_size, self.end_ids) for matcher in matchers]
+
+    @functools.cached_property
+    def tokenizer(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+        from tokenizers import Tokenizer
+
+        file = self.path / "tokenizer.json"
+        if not file.is_file():
+            raise RequestError(f"{self.path} has no tokenizer.json, so no structure can be kept to: ask for none")
+        if not self.end_ids:
+            raise RequestError(f"{self.path} names no end-of-text token, so no structure could end: ask for none")
+        try:
+            tokens = Tokenizer.from_file(str(file))
+            # An end that is not marked special would be taken for text, and allowed in the middle of a string.
+            ends = [token for end in self.end_ids if (token := tokens.id_to_token(end)) is not None]
+            tokens.add_special_tokens(ends)
+            tokens.no_truncation()
+            tokens.no_padding()
+            size = max(self.vocab_size, 1 + max(tokens.get_vocab(with_added_tokens=True).values()))
+            return LLTokenizer(tokens.to_str(), n_vocab=size, eos_token=list(self.end_ids))
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise RequestError(f"{file} cannot be used for structured output: {_one_line(str(error))}") from error
+
+    def _try(self, kind: str, text: str) -> None:
+        _rehearse(kind, text, self.tokenizer)
+
+
+def _source(structure: StructuredOutputs) -> str:
+    """What is given, as text."""
+    if structure.json_object:
+        return '{"type": "object"}'
+    if structure.json is not None:
+        try:
+            # Parsed in any case: llguidance pastes the text of a schema into its own notation as it is.
+            schema = json.loads(structure.json) if isinstance(structure.json, str) else structure.json
+            return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _refusal("json", f"it is not JSON ({error})") from None
+    if structure.choice is not None:
+        # One terminal, which is matched as a regex: thousands of alternatives in a rule would be too many.
+        return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, structure.choice))
+    return structure.regex or structure.grammar or ""
+
+
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+
+
+def _from_gbnf(text: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    rules = text.count("::=")
+    if rules > MAX_GBNF_RULES:
+        raise ValueError(f"it has {rules} rules, and at most {MAX_GBNF_RULES} are allowed in GBNF; Lark may have more")
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # it raises bare Exceptions
+        raise ValueError(f"it is not GBNF: {error}") from None
+
+
+def _rehearse(kind: str, text: str, tokenizer: "LLTokenizer") -> None:
+    """Writes some tokens and raises a RequestError where the grammar fails."""
+    matcher = _with_room(lambda: _matcher(text, tokenizer))
+    for _ in range(REHEARSAL):
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            raise _refusal(kind, matcher.get_error())
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        further = allowed[~np.isin(allowed, tokenizer.eos_tokens)]
+        if not len(further):
+            return
+        matcher.consume_token(int(further[-1]))
+
+
+def _matcher(text: str, tokenizer: "LLTokenizer") -> "LLMatcher":
+    from llguidance import LLMatcher
+
+    return LLMatcher(tokenizer, text, log_level=0, limits=_limits())
+
+
+def _limits() -> "LLParserLimits":
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=500,  # as many as an object with 120 optional properties needs
+        initial_lexer_fuel=200_000,
+        max_lexer_states=50_000,  # 1 to 2 kB each
+        verbose_errors=False,
+    )
+
+
+def _with_room(work: Callable[[], _T]) -> _T:
+    """Does the work on a large stack: llguidance follows references by recursion, and a thousand in a row would overrun
+    an ordinary one, which ends the process.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="weft-grammar") as pool:
+        with _starting:
+            before = threading.stack_size(STACK)
+            try:
+                pending = pool.submit(work)
+            finally:
+                threading.stack_size(before)
+        return pending.result()
+
+
+_starting = threading.Lock()  # the stack size of new threads is one for all
+
+
+def _refusal(kind: str, error: str) -> RequestError:
+    # llguidance quotes the grammar behind the reason; the regex crate quotes the regex before it.
+    reason = re.split(r"\n *\d+ \| |<non-verbose/>", error)[0]
+    _, found, tail = reason.rpartition("\nerror: ")
+    if found:
+        reason = f"regex parse error: {tail}"
+    if "NoExtension" in reason:
+        reason = "no text satisfies it"
+    if "Unimplemented keys" in reason:
+        reason += '; "x-guidance": {"lenient": true} in the schema leaves them out'
+    return RequestError(f"structured_outputs.{kind} cannot be used: {_one_line(reason)}")
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else line[:297] + "..."
