@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: chat test clean
+.PHONY: serve chat test clean
+
+serve: .venv/.chat
+	$(BIN)/weft serve
 
 chat: .venv/.chat
 	$(BIN)/weft chat

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from weft import __version__
-from weft.cli import bench, calibrate, chat, generate, simulate, sweep
+from weft.cli import bench, calibrate, chat, generate, serve, simulate, sweep
 from weft.errors import WeftError
 
-COMMANDS = (chat, generate, calibrate, simulate, sweep, bench)
+COMMANDS = (serve, chat, generate, calibrate, simulate, sweep, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from weft.cli import interference
+from weft.cli import interference, streams
 
 SIZES = (1, 64, 256, 1024, 4096)
 
@@ -18,27 +18,34 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "scheduler",
         help="microseconds of the scheduler a step",
         description="Microseconds of plan and commit, records and outputs included: the mean over 2,000 steps, prefix "
-        f"caching on, finished requests replaced by new ones, with {', '.join(map(str, SIZES))} running.",
+        f"caching on, finished requests replaced by new ones, with {', '.join(map(str, SIZES))} running. Machines "
+        "differ, also from hour to hour, so a bare loop over arrays is measured beside each.",
     )
     scheduler.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write a list of {running, us_per_step, us_per_request}"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write a list of {running, us_per_step, us_per_request, bare_loop_us}",
     )
     scheduler.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     scheduler.set_defaults(run=run_scheduler)
     interference.register(kinds)
+    streams.register(kinds)
 
 
 def run_scheduler(arguments: argparse.Namespace) -> int:
-    from weft.bench.scheduler import STEPS, measure
+    from weft.bench.scheduler import STEPS, bare_loop, measure
     from weft.progress import work_progress
 
-    costs = []
-    print(f"{'running':>8} {'us/step':>10} {'us/request':>11}")
+    rows = []
+    print(f"{'running':>8} {'us/step':>10} {'us/request':>11} {'bare loop':>10} {'ratio':>6}")
     for running in SIZES:
         with work_progress(f"{running} running", STEPS, arguments.progress) as advance:
             cost = measure(running, progress=advance)
-        costs.append(cost)
-        print(f"{cost.running:>8} {cost.us_per_step:>10.1f} {cost.us_per_request:>11.2f}", flush=True)
+        bare = bare_loop(running)
+        rows.append({**cost._asdict(), "bare_loop_us": bare})
+        shown = f"{cost.running:>8} {cost.us_per_step:>10.1f} {cost.us_per_request:>11.2f}"
+        print(f"{shown} {bare:>10.3f} {cost.us_per_request / bare:>6.1f}", flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([cost._asdict() for cost in costs], indent=1) + "\n")
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0

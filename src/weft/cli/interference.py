@@ -71,8 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         panels = [(f"{arguments.profile} (simulated)", found[0][1])]
         if real:
-            last = {run.policy: run for run in real}
-            panels.append((f"{arguments.model or 'default model'} (measured)", [*last.values()]))
+            panels.append((f"{arguments.model or 'default model'} (measured)", _typical(real)))
         interference_chart(arguments.chart, panels)
     return 0
 
@@ -107,6 +106,15 @@ def _real(arguments: argparse.Namespace) -> "list[Interference]":
             _print_gaps("this machine", run)
             runs.append(run)
     return runs
+
+
+def _typical(runs: "list[Interference]") -> "list[Interference]":
+    """One run a policy, the median one where there are several."""
+    by_policy: dict[str, list[Interference]] = {}
+    for run in sorted(runs, key=lambda run: run.within(REAL_FACTOR)):
+        by_policy.setdefault(run.policy, []).append(run)
+    found = {policy: every[len(every) // 2] for policy, every in by_policy.items()}
+    return [found[policy] for policy in dict.fromkeys(run.policy for run in runs)]
 
 
 def _print_gaps(where: str, run: "Interference") -> None:

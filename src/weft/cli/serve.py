@@ -1,0 +1,154 @@
+"""`weft serve`: an OpenAI-compatible server."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from weft.cli.options import add_engine_arguments, add_promise_arguments, engine_options
+from weft.engine.options import EngineOptions
+from weft.errors import OptionError
+
+PREFIX = "WEFT_"
+EPILOG = """\
+Every option is also an environment variable: WEFT_ and its name in capitals, as in WEFT_MAX_NUM_SEQS=64,
+WEFT_API_KEY=a,b or WEFT_SHARE_PREFIX_CACHE=1. The command line goes first.
+
+Clients may ask for times of their own with the headers x-slo-ttft-ms and x-slo-gap-ms, and for none with
+"service_tier": "flex". See docs/serving.md.
+"""
+
+
+def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="an OpenAI-compatible server",
+        description="Serves a model with the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models and more.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_engine_arguments(parser)
+    add_promise_arguments(parser)
+    engine = parser.add_argument_group("sampling")
+    engine.add_argument("--seed", type=int, metavar="N", help="for requests without a seed (default: different always)")
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is open to the network (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, metavar="N", help="0 takes any that is free (default: 8000)")
+    add(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that requests may use, the first one is in answers (default: MODEL as given)",
+    )
+    add(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="who does not send it is turned away; may be given several times, each key is a tenant (default: none)",
+    )
+    add(
+        "--share-prefix-cache",
+        action="store_true",
+        help="let keys share cached prefixes; one can then time what another has asked (default: off)",
+    )
+    add("--max-body-mb", type=float, default=8.0, metavar="MB", help="larger requests are refused (default: 8)")
+    add("--requests-per-minute", type=int, metavar="N", help="that one key may send (default: no limit)")
+    add("--max-concurrent-requests", type=int, metavar="N", help="of one key (default: no limit)")
+    add(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that running streams get to finish after SIGTERM or Ctrl-C (default: 30)",
+    )
+    add(
+        "--tool-call-parser",
+        default="auto",
+        metavar="NAME",
+        help="format of the model's tool calls: auto (from its chat template), none, hermes, llama3_json, mistral",
+    )
+    add(
+        "--reasoning-parser",
+        default="auto",
+        metavar="NAME",
+        help="how the model marks its thoughts: auto (from its chat template), none, qwen3, deepseek_r1",
+    )
+    add(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry spans there, as http://localhost:4318 (needs weft[otel]; default: nowhere)",
+    )
+    _promises_of_a_server(parser)
+    parser.set_defaults(run=run, parser=parser)
+    read_environment(parser, os.environ)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from weft.serve.server import serve
+    from weft.serve.settings import ServeOptions
+
+    names = {field.name for field in fields(ServeOptions)}
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    for name in ("served_model_name", "api_key"):
+        given[name] = tuple(given[name])
+    options = engine_options(arguments)
+    if arguments.policy != "slo":  # what nobody asked for is no contradiction
+        defaults = {action.dest: action.default for action in arguments.parser._actions}
+        for name in ("gap_target_ms", "ttft_target_ms", "ttft_target_per_1k_ms"):
+            if options[name] == defaults[name]:
+                options[name] = 0.0 if name.endswith("per_1k_ms") else None
+    return serve(ServeOptions(**given), EngineOptions.of(**options, seed=arguments.seed))
+
+
+def _promises_of_a_server(parser: argparse.ArgumentParser) -> None:
+    """A server makes promises unless told not to."""
+    auto = "50, or two measured decode steps where that is more"
+    for name, default, about in (
+        ("gap_target_ms", "auto", f"promised time between tokens (default: {auto})"),
+        ("ttft_target_ms", 1000.0, "promised time to the first token (default: 1000)"),
+        ("ttft_target_per_1k_ms", 250.0, "and on top of it, per 1,000 prompt tokens (default: 250)"),
+    ):
+        action = next(action for action in parser._actions if action.dest == name)
+        action.default, action.help = default, about
+        if default == "auto":
+            action.type = _gap
+
+
+def _gap(text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of milliseconds nor auto") from None
+
+
+def read_environment(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:
+    """Takes defaults from WEFT_... variables; what is wrong is said when the option is read."""
+    for action in parser._actions:
+        text = environment.get(PREFIX + action.dest.upper())
+        if text is None or not action.option_strings or action.dest == "help":
+            continue
+        action.default = _from_environment(PREFIX + action.dest.upper(), action, text)
+
+
+def _from_environment(name: str, action: argparse.Action, text: str) -> Any:
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        lowered = text.strip().lower()
+        if lowered not in ("1", "true", "yes", "on", "0", "false", "no", "off", ""):
+            raise OptionError(f"{name}={text!r} is neither true nor false: write 1 or 0")
+        return lowered in ("1", "true", "yes", "on")
+    if isinstance(action.default, list):
+        return [part for part in text.replace(",", " ").split() if part]
+    if action.choices is not None and text not in action.choices:
+        raise OptionError(f"{name}={text!r} is unknown: choose {', '.join(action.choices)}")
+    if action.type is None:
+        return text
+    try:
+        return action.type(text)  # type: ignore[operator]
+    except (ValueError, argparse.ArgumentTypeError):
+        raise OptionError(f"{name}={text!r} is not a value for {action.option_strings[0]}") from None

@@ -1,0 +1,320 @@
+"""The application: routes, and what a server holds while it runs."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from weft import __version__
+from weft.engine.options import EngineOptions
+from weft.errors import RequestError
+from weft.observe.metrics import CONTENT_TYPE, RequestDone, ServerMetrics
+from weft.observe.tracing import RequestSpan, Tracer
+from weft.serve.calls import Caller, Desk, new_request_id
+from weft.serve.client import EngineClient, clock
+from weft.serve.errors import ApiError, of_json, of_request
+from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, wanted
+from weft.serve.gate import Gate, Keys, Limits, answer, read_body
+from weft.serve.infer import Call, Gone, respond
+from weft.serve.messages import Facts
+from weft.serve.openapi import description
+from weft.serve.parsing import parse
+from weft.serve.responses import ResponsesBody
+from weft.serve.settings import ServeOptions
+
+B = TypeVar("B")
+Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@dataclass
+class Server:
+    """Everything that requests share."""
+
+    options: ServeOptions
+    engine_options: EngineOptions
+    names: tuple[str, ...]  # of the model; the first is the one in answers
+    desk: Desk
+    client: EngineClient
+    metrics: ServerMetrics
+    tracer: Tracer | None
+    limits: Limits
+    created: int  # seconds since the epoch
+    draining: bool = False
+    active: int = 0  # inference requests
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and none is active
+
+    def drain(self) -> None:
+        """From now on new work is refused; `quiet` is set when the old is done."""
+        self.draining = True
+        if not self.active:
+            self.quiet.set()
+
+    def app(self) -> ASGIApp:
+        routes = [Route(path, _Endpoint(handler), methods=[method]) for path, method, handler in self._table()]
+
+        @asynccontextmanager
+        async def lifespan(app: Any) -> Any:
+            self.client.start()
+            yield
+            await self.client.close()
+            self.desk.texts.close()
+            if self.tracer is not None:
+                await asyncio.get_running_loop().run_in_executor(None, self.tracer.close)
+
+        # The router alone: Starlette's own middleware would turn errors into pages before the gate sees them.
+        inner = Router(routes=routes, lifespan=lifespan, redirect_slashes=False)
+        return Gate(inner, Keys(self.options.api_key), self.metrics, [route.path for route in routes])
+
+    def _table(self) -> list[tuple[str, str, Handler]]:
+        return [
+            ("/v1/models", "GET", self.models),
+            ("/v1/models/{name:path}", "GET", self.model),
+            ("/v1/completions", "POST", self.completions),
+            ("/v1/chat/completions", "POST", self.chat),
+            ("/v1/responses", "POST", self.responses),
+            ("/tokenize", "POST", self.tokenize),
+            ("/detokenize", "POST", self.detokenize),
+            ("/health", "GET", self.health),
+            ("/ready", "GET", self.ready),
+            ("/ping", "GET", self.health),
+            ("/version", "GET", self.version),
+            ("/metrics", "GET", self.render_metrics),
+            ("/load", "GET", self.load),
+            ("/server_info", "GET", self.server_info),
+            ("/reset_prefix_cache", "POST", self.reset_prefix_cache),
+            ("/openapi.json", "GET", self.openapi),
+        ]
+
+    # Inference
+
+    async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, CompletionBody, self.desk.completion)
+
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, ChatBody, self.desk.chat)
+
+    async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, ResponsesBody, self.desk.response)
+
+    async def _infer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        kind: type[B],
+        check: Callable[[B, Caller, Facts], Awaitable[Call]],
+    ) -> None:
+        arrival = clock()
+        facts = self._facts()
+        if self.draining:
+            raise ApiError(
+                503, "the server is shutting down", code="draining", retry_after=self.options.shutdown_timeout
+            )
+        self._check_queue()
+        tenant, headers = scope["tenant"], scope["headers_by_name"]
+        self.limits.enter(tenant)
+        self.active += 1
+        try:
+            data = await read_body(scope, receive, int(self.options.max_body_mb * 1e6))
+            body = await self._parse(data, kind)
+            self._check_model(body.model)  # type: ignore[attr-defined]
+            salt = "" if self.options.share_prefix_cache else tenant
+            caller = Caller(tenant, salt, wanted(headers), arrival, new_request_id())
+            call = await check(body, caller, facts)
+            call.headers.append((b"x-request-id", headers.get(b"x-request-id", caller.request_id.encode())[:128]))
+            self.metrics.started()
+            exchange = await respond(call, self.client, self.metrics, receive, send)
+            self._trace(exchange.done, call, body, scope)
+        except Gone:
+            self.metrics.disconnected()
+        except ConnectionResetError:
+            self.metrics.disconnected()
+        except RequestError as error:
+            raise of_request(error) from None
+        finally:
+            self.active -= 1
+            self.limits.leave(tenant)
+            if self.draining and not self.active:
+                self.quiet.set()
+
+    def _trace(self, done: RequestDone | None, call: Call, body: Any, scope: Scope) -> None:
+        if self.tracer is None or done is None:
+            return
+        headers = scope["headers_by_name"]
+        self.tracer.request(
+            RequestSpan(
+                done=done,
+                arrival=call.arrival,
+                operation="text_completion" if isinstance(body, CompletionBody) else "chat",
+                model=body.model or self.names[0],
+                response_model=self.names[0],
+                response_id=call.format.id,
+                temperature=body.temperature,
+                top_p=body.top_p,
+                gap_target=call.gap_target,
+                ttft_target=call.ttft_target,
+                error="engine_error" if done.reason == "error" else None,
+                traceparent=headers.get(b"traceparent", b"").decode("latin-1") or None,
+                tracestate=headers.get(b"tracestate", b"").decode("latin-1") or None,
+            )
+        )
+
+    def _check_queue(self) -> None:
+        """Before anything is read: what the engine last said, and what was sent since."""
+        most, load = self.engine_options.max_queued_requests, self.client.load
+        waiting = load.waiting + load.sent
+        if most is not None and waiting >= most and load.running + load.sent > self._facts().max_num_seqs:
+            message = f"{waiting} requests wait already, and {most} may (--max-queued-requests): try again later"
+            raise ApiError(503, message, code="queue_full", retry_after=1)
+
+    def _facts(self) -> Facts:
+        facts = self.client.facts
+        if facts is None:
+            message = "the engine is not ready yet: the model is being loaded"
+            raise ApiError(503, message, code="engine_starting", retry_after=2)
+        return facts
+
+    async def _parse(self, data: bytes, kind: type[B]) -> B:
+        try:
+            return await self.desk.texts.aside(len(data), lambda: parse(data, kind))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise of_json(error) from None
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            known = ", ".join(self.names)
+            raise ApiError(
+                404,
+                f"the model {name!r:.100} does not exist here; known: {known}",
+                param="model",
+                code="model_not_found",
+            )
+
+    # About the model
+
+    async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, 200, {"object": "list", "data": [self._card(name) for name in self.names]})
+
+    async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = scope["path_params"]["name"]
+        self._check_model(name)
+        await answer(send, 200, self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        facts = self.client.facts
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "weft",
+            "root": self.names[0],
+            "parent": None,
+            "max_model_len": None if facts is None else facts.max_model_len,
+        }
+
+    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await self._body(scope, receive, TokenizeBody)
+        self._check_model(body.model)
+        try:
+            if (body.prompt is None) == (body.messages is None):
+                raise RequestError('prompt: give either "prompt" or "messages"')
+            if body.prompt is not None:
+                ids = await self.desk.texts.encode(body.prompt, body.add_special_tokens is not False)
+            else:
+                ids = await self.desk.chat_ids(body)
+            tokenizer = self.desk.texts.needed()
+        except RequestError as error:
+            raise of_request(error) from None
+        facts = self.client.facts
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": facts and facts.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            found["token_strs"] = [tokenizer.token_text(token) for token in ids]
+        await answer(send, 200, found)
+
+    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await self._body(scope, receive, DetokenizeBody)
+        self._check_model(body.model)
+        try:
+            tokenizer = self.desk.texts.needed()
+            ids = body.tokens
+            text = await self.desk.texts.aside(4 * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False))
+        except RequestError as error:
+            raise of_request(error) from None
+        await answer(send, 200, {"prompt": text})
+
+    async def _body(self, scope: Scope, receive: Receive, kind: type[B]) -> B:
+        try:
+            return await self._parse(await read_body(scope, receive, int(self.options.max_body_mb * 1e6)), kind)
+        except ConnectionResetError:
+            raise ApiError(400, "the client has disconnected") from None
+
+    # About the server
+
+    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Whether the engine process is up: what a liveness probe asks."""
+        if self.client.facts is None:
+            why = self.client.fatal or "the engine process is starting"
+            raise ApiError(503, why, code="engine_down", retry_after=2)
+        await answer(send, 200, {"status": "ok"})
+
+    async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Whether new work is taken: what a readiness probe asks."""
+        if self.draining:
+            raise ApiError(
+                503, "the server is shutting down", code="draining", retry_after=self.options.shutdown_timeout
+            )
+        await self.health(scope, receive, send)
+
+    async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, 200, {"version": __version__})
+
+    async def render_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        data = self.metrics.render()
+        headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", b"%d" % len(data))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": data})
+
+    async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        load = self.client.load
+        await answer(send, 200, {"server_load": self.active, **asdict(load)})
+
+    async def server_info(self, scope: Scope, receive: Receive, send: Send) -> None:
+        facts = self.client.facts
+        shown = asdict(self.options)
+        shown["api_key"] = len(self.options.api_key)  # how many, never which
+        await answer(
+            send,
+            200,
+            {
+                "version": __version__,
+                "model": self.names[0],
+                "engine": None if facts is None else msgspec.to_builtins(facts),
+                "engine_options": asdict(self.engine_options),
+                "server_options": shown,
+                "processes": {"api": os.getpid(), "engine": self.client.pid},
+            },
+        )
+
+    async def reset_prefix_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._facts()
+        self.client.reset_cache()
+        await answer(send, 200, {"status": "ok"})
+
+    async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, 200, description(bool(self.options.api_key)))
+
+
+class _Endpoint:
+    """Starlette takes an object that is not a function for an application, and leaves request and response to it."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handler(scope, receive, send)

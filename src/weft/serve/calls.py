@@ -1,0 +1,364 @@
+"""From a body to a Call: everything about a request is checked here, and its prompt becomes token ids."""
+
+import asyncio
+import json
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weft.engine.engine import Wishes
+from weft.engine.params import SamplingParams, StructuredOutputs
+from weft.errors import RequestError
+from weft.serve.choices import Choice, ForcedCall
+from weft.serve.client import Prompt
+from weft.serve.errors import ApiError
+from weft.serve.fields import MOST_PROMPTS, MOST_STREAMS, ChatBody, CompletionBody, Json, Sampling, TokenizeBody, Wanted
+from weft.serve.fields import sampling_params as params_of
+from weft.serve.formats import ChatFormat, CompletionFormat, Format
+from weft.serve.infer import Call
+from weft.serve.messages import Facts
+from weft.serve.responses import ResponsesBody, ResponsesFormat, as_chat
+from weft.serve.texts import Texts
+from weft.text.reasoning import make_reasoning_parser
+from weft.text.tools import ToolParser, make_tool_parser
+
+Ids = list[int]
+MOST_CALLS = 8  # of tools in one reply, where it must consist of calls
+DEFAULT_MAX_TOKENS = 16  # of a text completion, as OpenAI has it; a chat may use all the room there is
+
+
+class Caller(NamedTuple):
+    """Who asks, and what it wishes of the time."""
+
+    tenant: str  # of its API key
+    salt: str  # of its part of the prefix cache
+    wanted: Wanted
+    arrival: float
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What is needed to check requests for one model."""
+
+    texts: Texts
+    defaults: SamplingParams  # the model's recommendation
+    model: str  # its name in answers
+    tool_parser: str | None
+    reasoning_parser: str | None
+
+    async def completion(self, body: CompletionBody, caller: Caller, facts: Facts) -> Call:
+        if body.suffix:
+            raise RequestError("suffix: this server cannot fill in between two texts; leave it out")
+        shown = body.n or 1
+        sampled = max(shown, body.best_of or shown)
+        if body.best_of is not None and body.best_of < shown:
+            raise RequestError(f"best_of={body.best_of} is below n={shown}")
+        if sampled > shown and body.stream:
+            raise RequestError(f"best_of={sampled}: choosing the best of several cannot be streamed")
+        generates = body.max_tokens != 0
+        if not generates and not body.echo:
+            raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1, or echo must be true")
+        prompts = await self._read(body.prompt, body.add_special_tokens is not False, sampled, facts)
+        describes = body.logprobs if body.echo else None  # also the prompt's tokens
+        params = params_of(
+            body,
+            self.defaults,
+            n=sampled,
+            max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
+            logprobs=0 if sampled > shown and body.logprobs is None else body.logprobs,
+            prompt_logprobs=body.prompt_logprobs if describes is None else max(describes, body.prompt_logprobs or 0),
+        )
+        echoed = [(ids, await self._text(ids) if body.echo else "") for ids in prompts]
+        format = CompletionFormat(
+            f"cmpl-{caller.request_id}",
+            self.model,
+            self.texts.tokenizer,
+            logprobs=body.logprobs,
+            token_ids=bool(body.return_token_ids),
+            prompts=echoed,
+            per_prompt=sampled,
+            echo=bool(body.echo),
+            prompt_logprobs=body.prompt_logprobs is not None,
+            keeps=shown,
+            generates=generates,
+        )
+        choices = [
+            Choice(number * sampled + index, self.texts.tokenizer, ids, params)
+            for number, ids in enumerate(prompts)
+            for index in range(sampled)
+        ]
+        return await self._call(body, caller, facts, prompts, params, choices, format)
+
+    async def response(self, body: ResponsesBody, caller: Caller, facts: Facts) -> Call:
+        """A chat that is shown in another way."""
+        format = ResponsesFormat(f"resp_{caller.request_id}", self.model, self.texts.tokenizer, body)
+        call = await self.chat(as_chat(body), caller, facts, format)
+        call.includes_usage = True  # its last event has it
+        return call
+
+    async def chat(self, body: ChatBody, caller: Caller, facts: Facts, format: Format | None = None) -> Call:
+        if not body.messages:
+            raise RequestError("messages is empty: a chat needs at least one message")
+        if body.top_logprobs and not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true")
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if most == 0:
+            raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1")
+        tools = _Tools.of(body)
+        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            options.setdefault("reasoning_effort", body.reasoning_effort)
+        continues = bool(body.continue_final_message)
+        ids, end = await self.texts.encode_chat(
+            body.messages,
+            _length(body.messages) + _length(body.tools or []),
+            continues=continues,
+            **{
+                **options,
+                "tools": tools.shown,
+                "documents": body.documents,
+                "add_generation_prompt": body.add_generation_prompt is not False and not continues,
+            },
+        )
+        special: dict[str, Any] = {"max_tokens": most, "logprobs": None}
+        if body.logprobs:
+            special["logprobs"] = body.top_logprobs or 0
+        if (structure := tools.structure()) is not None:
+            if body.response_format and body.response_format.get("type") not in (None, "text"):
+                raise RequestError("tool_choice and response_format each ask for a structure: give one")
+            special["structured_outputs"] = structure
+        params = params_of(body, self.defaults, **special)
+        format = format or ChatFormat(
+            f"chatcmpl-{caller.request_id}",
+            self.model,
+            self.texts.tokenizer,
+            logprobs=bool(body.logprobs),
+            token_ids=bool(body.return_token_ids),
+            prompt=ids,
+            prompt_logprobs=body.prompt_logprobs is not None,
+        )
+        choices = []
+        for index in range(params.n):
+            reasoning = None
+            if self.reasoning_parser is not None and params.structured_outputs is None:
+                reasoning = make_reasoning_parser(self.reasoning_parser, end)
+            parser = tools.parser(self.tool_parser)
+            choices.append(Choice(index, self.texts.tokenizer, ids, params, reasoning=reasoning, tools=parser))
+        return await self._call(body, caller, facts, [ids], params, choices, format)
+
+    async def chat_ids(self, body: TokenizeBody) -> Ids:
+        """What a chat with these messages would send to the model."""
+        messages, options = body.messages or [], dict(body.chat_template_kwargs or {})
+        options.update(tools=body.tools, add_generation_prompt=body.add_generation_prompt is not False)
+        return (await self.texts.encode_chat(messages, _length(messages), **options))[0]
+
+    async def _call(
+        self,
+        body: Sampling,
+        caller: Caller,
+        facts: Facts,
+        prompts: list[Ids],
+        params: SamplingParams,
+        choices: list[Choice],
+        format: Format,
+    ) -> Call:
+        if params.stop_strings and self.texts.tokenizer is None:
+            raise RequestError(
+                "stop: the model has no tokenizer.json, so there is no text to look at: use stop_token_ids"
+            )
+        if params.structured_outputs is not None:
+            await self._check_structure(params.structured_outputs)
+        params.check_vocabulary(facts.vocab_size)
+        for ids in prompts:
+            _check_length(len(ids), params.max_tokens if _says_length(body) else None, facts)
+        wishes = _wishes(body, caller, facts)
+        salt = caller.salt + (body.cache_salt or "")
+        engine_params = replace(params, stop=None)  # stop strings are noticed on this side
+        gap = ttft = None
+        if facts.makes_promises and not wishes.batch:
+            gap = facts.effective_gap(None if wishes.gap_target_ms is None else wishes.gap_target_ms / 1000)
+            longest = max(map(len, prompts))
+            ttft = facts.effective_ttft(
+                None if wishes.ttft_target_ms is None else wishes.ttft_target_ms / 1000, longest
+            )
+        return Call(
+            format=format,
+            prompts=[Prompt(np.array(ids, np.int32).tobytes(), engine_params, wishes, salt) for ids in prompts],
+            prompt_tokens=[len(ids) for ids in prompts],
+            choices=choices,
+            arrival=caller.arrival,
+            max_tokens=params.max_tokens,
+            gap_target=gap,
+            ttft_target=ttft,
+            stream=bool(body.stream),
+            includes_usage=body.includes_usage,
+            counts_always=body.counts_always,
+            headers=_promised(gap, ttft),
+        )
+
+    async def _read(self, prompt: str | list[Any], add_special_tokens: bool, n: int, facts: Facts) -> list[Ids]:
+        """The prompts of a completion: text, token ids, or a list of either."""
+        every = [prompt] if isinstance(prompt, str) or (prompt and _is_number(prompt[0])) else prompt
+        if not every:
+            raise RequestError("prompt is empty: at least one token is needed to predict the next one")
+        if len(every) > MOST_PROMPTS or len(every) * n > MOST_STREAMS:
+            raise RequestError(
+                f"prompt: {len(every)} prompts with n={n} are too many at once: at most {MOST_PROMPTS} prompts and "
+                f"{MOST_STREAMS} completions fit into one request"
+            )
+        return [await self._ids(one, add_special_tokens, facts) for one in every]
+
+    async def _ids(self, prompt: Any, add_special_tokens: bool, facts: Facts) -> Ids:
+        if isinstance(prompt, str):
+            ids = await self.texts.encode(prompt, add_special_tokens)
+        elif isinstance(prompt, list) and len(prompt) >= facts.max_model_len:
+            raise _too_long(len(prompt), None, facts)  # before a million tokens are looked at
+        elif isinstance(prompt, list) and all(map(_is_number, prompt)):
+            ids = prompt
+        else:
+            raise RequestError("prompt must be text, a list of token ids, or a list of either")
+        if not ids:
+            raise RequestError("prompt is empty: at least one token is needed to predict the next one")
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < facts.vocab_size:
+                raise RequestError(f"prompt names token id {token}, outside 0..{facts.vocab_size - 1}")
+        return ids
+
+    async def _text(self, ids: Ids) -> str:
+        tokenizer = self.texts.needed()
+        return await self.texts.aside(4 * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=True))
+
+    async def _check_structure(self, structure: StructuredOutputs) -> None:
+        from weft.engine.structured import check_structure
+
+        await asyncio.get_running_loop().run_in_executor(None, check_structure, structure)
+
+
+class _Tools(NamedTuple):
+    """What a chat may call, and whether it must."""
+
+    shown: list[Json] | None  # to the model
+    choice: str  # "none", "auto", "required" or "named"
+    schemas: list[tuple[str, Json]]  # of those that may be called: name and parameters
+    parallel: bool
+
+    @classmethod
+    def of(cls, body: ChatBody) -> "_Tools":
+        schemas = [_function(tool) for tool in body.tools or []]
+        choice: Any = body.tool_choice if body.tool_choice is not None else ("auto" if schemas else "none")
+        if isinstance(choice, dict):
+            named = choice.get("function")
+            name = named.get("name") if isinstance(named, dict) else None
+            schemas = [schema for schema in schemas if schema[0] == name]
+            if not schemas:
+                raise RequestError(f"tool_choice names the function {name!r:.60}, which is not among the tools")
+            choice = "named"
+        elif choice not in ("none", "auto", "required"):
+            raise RequestError(f"tool_choice={choice!r:.60} is unknown: choose none, auto, required or a function")
+        if choice == "required" and not schemas:
+            raise RequestError("tool_choice=required needs tools to choose from")
+        return cls(body.tools or None, choice, schemas, body.parallel_tool_calls is not False)
+
+    def structure(self) -> StructuredOutputs | None:
+        """What the reply is held to where it must be a call."""
+        if self.choice == "named":
+            return StructuredOutputs(json=self.schemas[0][1])
+        if self.choice == "required":
+            calls = [
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": name}, "arguments": schema},
+                    "required": ["name", "arguments"],
+                    "additionalProperties": False,
+                }
+                for name, schema in self.schemas
+            ]
+            items = calls[0] if len(calls) == 1 else {"anyOf": calls}
+            most = MOST_CALLS if self.parallel else 1
+            # White space is for people; nobody sees this.
+            compact = {"x-guidance": {"whitespace_flexible": False}}
+            return StructuredOutputs(json={"type": "array", "items": items, "minItems": 1, "maxItems": most, **compact})
+        return None
+
+    def parser(self, own: str | None) -> ToolParser | ForcedCall | None:
+        """`own` is the format that the model writes calls in by itself."""
+        if self.choice == "named":
+            return ForcedCall(self.schemas[0][0])
+        if self.choice == "required":
+            parser = make_tool_parser("mistral")  # its calls are a JSON list behind a marker, which we put there
+            parser.push("[TOOL_CALLS]")
+            return parser
+        if self.choice == "auto" and self.schemas and own is not None:
+            return make_tool_parser(own, [name for name, _ in self.schemas])
+        return None
+
+
+def _function(tool: Json) -> tuple[str, Json]:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise RequestError(f'tools must be objects like {{"type": "function", "function": ...}}, not {tool!r:.80}')
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not name:
+        raise RequestError("tools: every function needs a name")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise RequestError(f"tools: the parameters of {name!r:.60} must be a JSON schema, an object")
+    return name, parameters or {"type": "object", "properties": {}}
+
+
+def _wishes(body: Sampling, caller: Caller, facts: Facts) -> Wishes:
+    batch = body.service_tier == "flex"
+    ttft_ms, gap_ms = caller.wanted
+    if batch and (ttft_ms or gap_ms):
+        raise RequestError('service_tier "flex" is promised nothing: leave the x-slo headers out')
+    if not facts.makes_promises and (ttft_ms or gap_ms):
+        raise RequestError("x-slo headers: this server keeps no promises (see --policy); leave them out")
+    # A client's priority orders its own requests; among keys, fairness decides.
+    return Wishes(0, caller.tenant, body.priority or 0, batch, gap_ms, ttft_ms)
+
+
+def _promised(gap: float | None, ttft: float | None) -> list[tuple[bytes, bytes]]:
+    """The values that are in force, for the client to read."""
+    found = ((b"x-slo-gap-ms", gap), (b"x-slo-ttft-ms", ttft))
+    return [(name, b"%g" % round(seconds * 1000, 3)) for name, seconds in found if seconds is not None]
+
+
+def _says_length(body: Sampling) -> bool:
+    return body.max_tokens is not None or getattr(body, "max_completion_tokens", None) is not None
+
+
+def _check_length(prompt_tokens: int, max_tokens: int | None, facts: Facts) -> None:
+    if prompt_tokens + (max_tokens or 1) > facts.max_model_len:
+        raise _too_long(prompt_tokens, max_tokens, facts)
+
+
+def _too_long(prompt_tokens: int, max_tokens: int | None, facts: Facts) -> ApiError:
+    wanted = (
+        f"{prompt_tokens} tokens" if max_tokens is None else f"{prompt_tokens} tokens and asks for {max_tokens} more"
+    )
+    return ApiError(
+        400,
+        f"the prompt has {wanted}, but the maximum context length is {facts.max_model_len} tokens: shorten the prompt "
+        "or lower max_tokens",
+        param="messages" if max_tokens is None else "max_tokens",
+        code="context_length_exceeded",
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _length(messages: list[Json]) -> int:
+    """About how many characters there are to deal with."""
+    total = 0
+    for message in messages:
+        content = message.get("content")
+        total += len(content) if isinstance(content, str) else len(json.dumps(message, default=str))
+    return total
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(12)

@@ -1,0 +1,282 @@
+"""EngineClient: owns the engine process (starts, watches, restarts it) and brings its news to the jobs they are for."""
+
+import asyncio
+import contextlib
+import itertools
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from weft.engine.engine import Wishes
+from weft.engine.executor import TokenLogprobs
+from weft.engine.params import SamplingParams
+from weft.observe.metrics import EngineStep
+from weft.serve.messages import (
+    Abort,
+    End,
+    Facts,
+    Fatal,
+    News,
+    PromptLogprobs,
+    Ready,
+    Rejected,
+    ResetCache,
+    Submit,
+    decode_for_api,
+    encode,
+)
+from weft.serve.worker import Orders
+
+MOST_DEATHS = 5  # of the engine process within DEATHS_WITHIN, after which it is not started again
+DEATHS_WITHIN = 300.0  # seconds
+PATIENCE = 5.0  # seconds that the engine process has to end by itself
+clock = time.perf_counter  # the same clock as the loop's: on one machine it is one for all processes
+
+
+class Update(NamedTuple):
+    """News of one stream of a job."""
+
+    place: int  # of the stream in the job
+    token: int | None
+    end: End | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    rejected: Rejected | None = None  # the prompt was not taken, so that there will be no streams
+    lost: str | None = None  # the engine process is gone, with all that it knew
+
+
+class Job:
+    """The streams of one HTTP request, and their news in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.keys: list[int] = []
+        self.open: set[int] = set()  # keys of streams that have not ended
+        self._pending: deque[Update] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, update: Update) -> None:
+        self._pending.append(update)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def news(self) -> deque[Update]:
+        """All that has come since the last call; waits for something to come."""
+        if not self._pending:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        pending, self._pending = self._pending, deque()
+        return pending
+
+
+@dataclass(slots=True)
+class Load:
+    """How busy the engine is, as of its last step and of what was sent since."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    free_blocks: int = 0
+    sent: int = 0  # streams that the engine may not have counted yet
+
+
+class Prompt(NamedTuple):
+    tokens: bytes  # int32
+    params: SamplingParams
+    wishes: Wishes
+    salt: str
+
+
+@dataclass
+class Listener:
+    """Who wants to know what happens beside the jobs."""
+
+    on_step: Callable[[EngineStep], None] = lambda step: None
+    on_ready: Callable[[Facts], None] = lambda facts: None
+    on_death: Callable[[], None] = lambda: None
+    on_log: Callable[[str], None] = field(default=lambda line: print(f"weft: {line}", file=sys.stderr, flush=True))
+
+
+class EngineClient:
+    """One engine process at a time. Everything here runs on the event loop."""
+
+    def __init__(self, path: str, eos_ids: Sequence[int], options: dict[str, Any], listener: Listener) -> None:
+        self.facts: Facts | None = None  # of the engine that is up; None: none is
+        self.fatal: str | None = None  # why none will be
+        self.load = Load()
+        self.pid: int | None = None
+        self.changed = asyncio.Event()  # set when the engine came up, or is given up
+        self._orders = Orders("", path, tuple(eos_ids), options)
+        self._listener = listener
+        self._numbers = itertools.count()
+        self._routes: dict[int, tuple[Job, int]] = {}
+        self._socket: zmq.asyncio.Socket | None = None
+        self._deaths: deque[float] = deque()
+        self._closing = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._supervise())
+
+    async def close(self) -> None:
+        """Ends the engine process; what still runs in it is lost."""
+        self._closing = True
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def submit(self, prompts: Sequence[Prompt], arrival: float) -> Job:
+        """Sends prompts as one job; its streams are those of the first prompt, then those of the second, ..."""
+        job = Job()
+        for prompt in prompts:
+            keys = list(itertools.islice(self._numbers, prompt.params.n))
+            for key in keys:
+                self._routes[key] = (job, len(job.keys))
+                job.keys.append(key)
+                job.open.add(key)
+            self.load.sent += len(keys)
+            self._send(Submit(keys[0], prompt.tokens, prompt.params, prompt.wishes, prompt.salt, arrival))
+        return job
+
+    def abort(self, job: Job, index: int | None = None) -> None:
+        """Ends one stream of a job, or all that are open; no further news of them will come."""
+        keys = sorted(job.open) if index is None else [job.keys[index]]
+        keys = [key for key in keys if key in job.open]
+        for key in keys:
+            del self._routes[key]
+            job.open.remove(key)
+        if keys and self.facts is not None:
+            self._send(Abort(keys))
+
+    def reset_cache(self) -> None:
+        self._send(ResetCache())
+
+    def _send(self, message: Submit | Abort | ResetCache) -> None:
+        if self._socket is not None:
+            self._socket.send(encode(message))  # there is no high-water mark, so this never waits
+
+    async def _supervise(self) -> None:
+        while True:
+            await self._live()
+            self._listener.on_death()
+            self.lose_everybody(self.fatal or "the engine process died")
+            if self.fatal is not None or self._closing:
+                break
+            now = clock()
+            self._deaths.append(now)
+            while self._deaths[0] < now - DEATHS_WITHIN:
+                self._deaths.popleft()
+            if len(self._deaths) > MOST_DEATHS:
+                self.fatal = f"the engine process died {len(self._deaths)} times within {DEATHS_WITHIN:g} s"
+                break
+            self._listener.on_log("the engine process died; starting another")
+            await asyncio.sleep(0.1 * 2 ** (len(self._deaths) - 1) if len(self._deaths) > 1 else 0)
+        self.changed.set()
+
+    async def _live(self) -> None:
+        """The life of one engine process, from start to end."""
+        folder = tempfile.mkdtemp(prefix="weft-")  # readable by this user alone
+        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 0)
+        process = None
+        try:
+            address = f"ipc://{folder}/engine"
+            socket.bind(address)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "weft.serve.worker"),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C in the terminal is not for it
+            )
+            assert process.stdin is not None
+            self.pid = process.pid
+            process.stdin.write(msgspec.json.encode(msgspec.structs.replace(self._orders, address=address)) + b"\n")
+            self._socket = socket
+            listening = asyncio.create_task(self._listen(socket))
+            ended = asyncio.create_task(process.wait())
+            try:
+                await asyncio.wait((listening, ended), return_when=asyncio.FIRST_COMPLETED)
+                if not listening.done():  # it has died; its last words may be in the socket
+                    await asyncio.wait((listening,), timeout=0.05)
+            finally:
+                listening.cancel()
+                await _end(process, ended)
+        finally:
+            self._socket, self.facts, self.pid = None, None, None
+            socket.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        """Until the engine says that it cannot go on."""
+        while True:
+            data = await socket.recv()
+            message = decode_for_api(data)
+            match message:
+                case News():
+                    self._spread(message)
+                case Rejected():
+                    self._reject(message)
+                case Ready(facts):
+                    self.load = Load(free_blocks=facts.num_blocks)
+                    self.facts = facts
+                    self._listener.on_ready(facts)
+                    self.changed.set()
+                case Fatal(reason):
+                    self.fatal = reason
+                    return
+
+    def _spread(self, news: News) -> None:
+        routes, logprobs = self._routes, news.logprobs
+        for described in news.prompt_logprobs:
+            if (route := routes.get(described.key)) is not None:
+                route[0].put(Update(route[1], None, prompt_logprobs=described))
+        for key, token in zip(news.keys, news.tokens, strict=True):
+            route = routes.get(key)
+            if route is not None:  # else it was aborted in the meantime
+                job, index = route
+                job.put(Update(index, token, None, logprobs.get(key) if logprobs else None))
+        for end in news.ends:
+            route = routes.pop(end.key, None)
+            if route is not None:
+                job, index = route
+                job.open.discard(end.key)
+                job.put(Update(index, end.token, end, logprobs.get(end.key)))
+        if (step := news.step) is not None:
+            self.load = Load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
+            self._listener.on_step(step)
+
+    def _reject(self, message: Rejected) -> None:
+        """The job's owner is told, and ends the rest of it."""
+        if (route := self._routes.get(message.key)) is not None:
+            route[0].put(Update(route[1], None, rejected=message))
+
+    def lose_everybody(self, reason: str) -> None:
+        """Ends all jobs with an error."""
+        routes, self._routes = self._routes, {}
+        for job, index in routes.values():
+            job.open.clear()
+            job.put(Update(index, None, lost=reason))
+
+
+async def _end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
+    """The end of its standard input tells it to go; one that does not listen is killed."""
+    if process.stdin is not None:
+        process.stdin.close()
+    if process.returncode is None:
+        await asyncio.wait((ended,), timeout=PATIENCE)
+    if process.returncode is None:
+        process.kill()
+        await asyncio.wait((ended,))

@@ -1,0 +1,79 @@
+"""What a client is told when something is wrong: always the same JSON object; the status says whose fault it is."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from weft.errors import QueueFullError, RequestError
+
+Headers = Sequence[tuple[bytes, bytes]]
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "internal_error",
+    503: "overloaded_error",
+}
+# Errors of weft name the field first: "temperature=7 is out of range: ...", "max_tokens: ...".
+_FIELD = re.compile(r"([a-z_]+)(?:\[[^\]]*\])?(?:=|:| must| is| names| needs)")
+_AT = re.compile(r" - at `\$\.?([^`]*)`$")
+
+
+class ApiError(Exception):
+    """Ends a request with a status and an error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after = retry_after  # seconds
+        self.details = details or {}  # numbers that explain it
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.details}
+        return {"error": error}
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        if self.status == 401:
+            return [(b"www-authenticate", b"Bearer")]
+        if self.retry_after is None:
+            return []
+        return [(b"retry-after", str(max(1, math.ceil(self.retry_after))).encode())]
+
+
+def of_request(error: RequestError) -> ApiError:
+    """A request that the engine or the text side refused."""
+    if isinstance(error, QueueFullError):
+        return ApiError(503, str(error), code="queue_full", retry_after=1)
+    found = _FIELD.match(str(error))
+    return ApiError(400, str(error), param=found[1] if found else None)
+
+
+def of_json(error: msgspec.MsgspecError | UnicodeDecodeError | RecursionError) -> ApiError:
+    """A body that is no JSON, or not the JSON that is needed."""
+    text = str(error)
+    if isinstance(error, msgspec.ValidationError):
+        at = _AT.search(text)
+        if at is None:
+            return ApiError(400, f"the body is not what is needed: {text}")
+        field = at[1] or None
+        wrong = text[: at.start()].replace("`", "")
+        return ApiError(400, f"{field or 'the body'}: {wrong[:1].lower()}{wrong[1:]}", param=field)
+    return ApiError(400, f"the body is not valid JSON: {text}")

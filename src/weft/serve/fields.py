@@ -1,0 +1,204 @@
+"""The bodies of requests, as OpenAI and vLLM define them, and what they ask of the sampler.
+
+A field that is not named here is accepted and ignored; null means that it was left out.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+
+from weft.engine.params import MAX_COUNT, MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from weft.errors import RequestError
+from weft.serve.errors import ApiError, of_json
+
+Json = dict[str, Any]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+MOST_PROMPTS = 128  # in one completion request
+MOST_STREAMS = 256  # of one request: prompts times n
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None  # a last chunk with the usage
+    continuous_usage_stats: bool | None = None  # the usage so far in every chunk
+
+
+class Sampling(Struct, kw_only=True):
+    """What both kinds of generation have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    seed: Whole | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None  # orders within an API key, no more
+    service_tier: str | None = None  # "flex": no promise, fills the slack
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[Whole] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    priority: Whole | None = None  # lower goes first, within an API key
+    cache_salt: str | None = None  # prompts share cached prefixes only with those of the same salt
+    return_token_ids: bool | None = None
+    response_format: Json | None = None
+    structured_outputs: Json | None = None
+    guided_json: Json | str | None = None  # the older names of what structured_outputs holds
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def counts_always(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class CompletionBody(Sampling, kw_only=True):
+    prompt: str | list[Any]  # text, token ids, or a list of either
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatBody(Sampling, kw_only=True):
+    messages: list[Json]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: Json | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[Json] | None = None
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """Of a prompt, or of messages as a chat would see them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Json] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    tools: list[Json] | None = None
+    chat_template_kwargs: Json | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    tokens: list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]]
+    model: str | None = None
+
+
+class Wanted(NamedTuple):
+    """What a request's headers ask of the time; milliseconds."""
+
+    ttft_ms: float | None
+    gap_ms: float | None
+
+
+def wanted(headers: Mapping[bytes, bytes]) -> Wanted:
+    """x-slo-ttft-ms, and x-slo-gap-ms or x-slo-tpot-ms."""
+    gap = _milliseconds(headers, b"x-slo-gap-ms")
+    return Wanted(
+        _milliseconds(headers, b"x-slo-ttft-ms"), _milliseconds(headers, b"x-slo-tpot-ms") if gap is None else gap
+    )
+
+
+def _milliseconds(headers: Mapping[bytes, bytes], name: bytes) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        shown = text[:40].decode("latin-1")
+        raise ApiError(400, f"{name.decode()}: {shown!r} is not a number of milliseconds above 0", param=name.decode())
+    return value
+
+
+def sampling_params(body: Sampling, defaults: SamplingParams, **special: Any) -> SamplingParams:
+    """What a body asks for, over the model's recommendation; `special` is what the two kinds do differently."""
+    given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.logit_bias:
+        given["logit_bias"] = _logit_bias(body.logit_bias)
+    return replace(defaults, **{**given, "structured_outputs": _structure(body), **special})
+
+
+_SAME = (  # fields that have the same name and meaning in SamplingParams
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("n", "stop", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
+)
+
+
+def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
+    for token in biases:
+        if not token.isdecimal():
+            raise RequestError(f"logit_bias names {token!r:.40}, which is no token id")
+    return {int(token): bias for token, bias in biases.items()}
+
+
+def _structure(body: Sampling) -> StructuredOutputs | None:
+    """What the output must look like, wherever the client has written it."""
+    found = _of_format(body.response_format)
+    older = (("json", "guided_json"), ("regex", "guided_regex"), ("choice", "guided_choice"))
+    for name, field in (*older, ("grammar", "guided_grammar")):
+        if (value := getattr(body, field)) is not None:
+            found.append({name: value})
+    if body.structured_outputs is not None:
+        found.append(body.structured_outputs)
+    if len(found) > 1:
+        raise RequestError("response_format, structured_outputs and guided_... each ask for a structure: give one")
+    if not found:
+        return None
+    try:
+        return msgspec.convert(found[0], StructuredOutputs)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, of_json(error).message, param="structured_outputs") from None
+
+
+def _of_format(response_format: Json | None) -> list[Json]:
+    if response_format is None:
+        return []
+    kind = response_format.get("type")
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [{"json_object": True}]
+    if kind == "json_schema":
+        named = response_format.get("json_schema")
+        schema = named.get("schema") if isinstance(named, dict) else None
+        if not isinstance(schema, dict | bool):
+            raise RequestError("response_format: json_schema needs an object with a schema in it")
+        return [{"json": schema if isinstance(schema, dict) else {}}]
+    if kind in ("regex", "grammar") and isinstance(response_format.get(kind), str):
+        return [{kind: response_format[kind]}]
+    raise RequestError(f"response_format: type {kind!r:.40} is unknown: choose text, json_object or json_schema")

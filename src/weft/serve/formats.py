@@ -1,0 +1,325 @@
+"""How choices look on the wire: chat completions and text completions, as frames of a stream and as whole bodies.
+
+Frames are put together from bytes that are the same for every token of a choice and the token's own text; only what is
+rare (log probabilities, tool calls, the last chunk) goes through a JSON encoder as a whole.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from weft.engine.executor import TokenLogprobs
+from weft.serve.choices import Choice, Piece
+from weft.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+to_json = msgspec.json.Encoder().encode
+
+
+def frame(data: Json) -> bytes:
+    return b"data: " + to_json(data) + b"\n\n"
+
+
+class Format(Protocol):
+    """One request's way of being shown."""
+
+    id: str
+    done: bytes  # what ends a stream
+
+    def opening(self, choice: Choice) -> bytes:
+        """What comes before a choice's first piece."""
+        ...
+
+    def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
+        """A frame; `extras` go beside the choices."""
+        ...
+
+    def closing(self, extras: Json) -> bytes:
+        """A frame without choices."""
+        ...
+
+    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def error(self, body: Json) -> bytes:
+        """A frame that says what went wrong."""
+        ...
+
+
+class _Base:
+    kind: str  # of a chunk
+    done = b"data: [DONE]\n\n"
+
+    def __init__(self, id: str, model: str, tokenizer: Tokenizer | None, *, token_ids: bool) -> None:
+        self.id = id
+        self.model = model
+        self.tokenizer = tokenizer
+        self.token_ids = token_ids
+        self.created = int(time.time())
+        self._head = b"data: " + to_json(self._envelope(self.kind))[:-1] + b',"choices":[{"index":'
+
+    def closing(self, extras: Json) -> bytes:
+        return frame({**self._envelope(self.kind), "choices": [], **extras})
+
+    def error(self, body: Json) -> bytes:
+        return frame(body)
+
+    def _envelope(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _slow(self, shown: Json, extras: Json) -> bytes:
+        return frame({**self._envelope(self.kind), "choices": [shown], **extras})
+
+    def _name(self, token: int) -> str:
+        return token_name(self.tokenizer, token)
+
+    def _all_prompt_logprobs(self, choice: Choice, length: int) -> list[Json | None]:
+        """As vLLM shows them: one object a position, by token id; nothing predicts the first token."""
+        every = [choice.prompt_logprobs.get(position) for position in range(length)]
+        return [None if found is None else self._by_id(found) for found in every]
+
+    def _by_id(self, found: TokenLogprobs) -> Json:
+        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(found.top.items(), start=1)}
+        ranked[found.token] = (found.logprob, found.rank)
+        return {
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": self._name(token)}
+            for token, (logprob, rank) in ranked.items()
+        }
+
+
+class ChatFormat(_Base):
+    kind = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        tokenizer: Tokenizer | None,
+        *,
+        logprobs: bool,
+        token_ids: bool,
+        prompt: Sequence[int],
+        prompt_logprobs: bool,
+    ) -> None:
+        super().__init__(id, model, tokenizer, token_ids=token_ids)
+        self.logprobs = logprobs
+        self.prompt = prompt
+        self.prompt_logprobs = prompt_logprobs
+        self._is_plain = not (logprobs or token_ids)
+
+    def opening(self, choice: Choice) -> bytes:
+        shown = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return self._slow(shown, self._about_prompt(choice))
+
+    def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
+        text, reasoning, calls, _, _, reason = piece
+        if self._is_plain and not (extras or reason or reasoning or calls):
+            return b"%s%d%s%s%s" % (self._head, choice.index, _CHAT_TEXT, to_json(text), _CHAT_END)
+        delta: Json = {}
+        if reasoning:
+            delta["reasoning_content"] = reasoning
+        if text:
+            delta["content"] = text
+        if calls:
+            delta["tool_calls"] = [_call(call.index, call.id, call.name, call.arguments) for call in calls]
+        shown: Json = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        if self.logprobs and piece.logprobs is not None:
+            shown["logprobs"] = {"content": [self._logprob(piece.logprobs)], "refusal": None}
+        if reason is not None and choice.stop_reason is not None:
+            shown["stop_reason"] = choice.stop_reason
+        if self.token_ids:
+            shown["token_ids"] = [] if piece.token is None else [piece.token]
+        return self._slow(shown, extras)
+
+    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+        about = self._about_prompt(choices[0])
+        shown = [self._choice(choice) for choice in choices]
+        return {**self._envelope("chat.completion"), "choices": shown, **about, **extras}
+
+    def _choice(self, choice: Choice) -> Json:
+        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.calls:
+            message["tool_calls"] = choice.calls
+            message["content"] = choice.text or None
+        logprobs = None
+        if self.logprobs:
+            logprobs = {"content": [self._logprob(found) for found in choice.logprobs], "refusal": None}
+        shown: Json = {
+            "index": choice.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": choice.reason,
+            "stop_reason": choice.stop_reason,
+        }
+        return {**shown, "token_ids": choice.tokens} if self.token_ids else shown
+
+    def _about_prompt(self, choice: Choice) -> Json:
+        about: Json = {}
+        if self.token_ids:
+            about["prompt_token_ids"] = list(self.prompt)
+        if self.prompt_logprobs and choice.index == 0:
+            about["prompt_logprobs"] = self._all_prompt_logprobs(choice, len(self.prompt))
+        return about
+
+    def _logprob(self, found: TokenLogprobs) -> Json:
+        return spelled_logprob(self.tokenizer, found)
+
+
+def spelled_logprob(tokenizer: Tokenizer | None, found: TokenLogprobs) -> Json:
+    """A token and its likeliest alternatives, as chats show them."""
+
+    def entry(token: int, logprob: float) -> Json:
+        spelled = tokenizer.token_bytes(token) if tokenizer is not None else b""
+        return {"token": token_name(tokenizer, token), "logprob": _finite(logprob), "bytes": list(spelled)}
+
+    top = [entry(token, logprob) for token, logprob in found.top.items()]
+    return {**entry(found.token, found.logprob), "top_logprobs": top}
+
+
+def token_name(tokenizer: Tokenizer | None, token: int) -> str:
+    return tokenizer.token_text(token) if tokenizer is not None else f"token_id:{token}"
+
+
+_CHAT_TEXT = b',"delta":{"content":'
+_CHAT_END = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
+
+def _call(index: int, id: str | None, name: str | None, arguments: str) -> Json:
+    function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
+    if id is None:
+        return {"index": index, "function": function}
+    return {"index": index, "id": id, "type": "function", "function": function}
+
+
+class CompletionFormat(_Base):
+    kind = "text_completion"
+
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        tokenizer: Tokenizer | None,
+        *,
+        logprobs: int | None,
+        token_ids: bool,
+        prompts: Sequence[tuple[Sequence[int], str]],
+        per_prompt: int,
+        echo: bool,
+        prompt_logprobs: bool,
+        keeps: int | None = None,
+        generates: bool = True,
+    ) -> None:
+        """`prompts` as ids and text, each with `per_prompt` choices, of which the likeliest `keeps` are shown."""
+        super().__init__(id, model, tokenizer, token_ids=token_ids)
+        self.logprobs = logprobs
+        self.prompts = prompts
+        self.per_prompt = per_prompt
+        self.echo = echo
+        self.prompt_logprobs = prompt_logprobs
+        self.keeps = keeps or per_prompt
+        self.generates = generates  # False: only the prompt was asked for, and what was sampled is not shown
+        self._is_plain = logprobs is None and not token_ids
+        self._offsets: dict[int, int] = {}  # characters of a choice that were streamed
+
+    def opening(self, choice: Choice) -> bytes:
+        if not (self.echo or self.token_ids or self.prompt_logprobs):
+            return b""
+        ids, text = self.prompts[choice.index // self.per_prompt]
+        shown: Json = {"index": choice.index, "text": text if self.echo else "", "finish_reason": None}
+        shown["logprobs"] = self._lists(self._of_prompt(choice, ids), 0) if self._describes_prompt else None
+        self._offsets[choice.index] = len(shown["text"])
+        if self.token_ids:
+            shown.update(prompt_token_ids=list(ids), token_ids=[])
+        if self.prompt_logprobs:
+            shown["prompt_logprobs"] = self._all_prompt_logprobs(choice, len(ids))
+        return self._slow(shown, {})
+
+    def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
+        if self._is_plain and not (extras or piece.reason):
+            return b"%s%d%s%s%s" % (self._head, choice.index, _TEXT, to_json(piece.text), _TEXT_END)
+        text = piece.text if self.generates else ""
+        shown: Json = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": piece.reason}
+        offset = self._offsets.get(choice.index, 0)
+        if self.logprobs is not None and piece.logprobs is not None and self.generates:
+            shown["logprobs"] = self._lists([piece.logprobs], offset)
+        self._offsets[choice.index] = offset + len(text)
+        if piece.reason is not None:
+            shown["stop_reason"] = choice.stop_reason
+        if self.token_ids:
+            shown["token_ids"] = [] if piece.token is None or not self.generates else [piece.token]
+        return self._slow(shown, extras)
+
+    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+        shown: list[Json] = []
+        for start in range(0, len(choices), self.per_prompt):
+            group = list(choices[start : start + self.per_prompt])
+            if self.keeps < self.per_prompt:
+                group = sorted(group, key=_likelihood, reverse=True)[: self.keeps]
+            shown += [self._choice(choice, len(shown) + place) for place, choice in enumerate(group)]
+        return {**self._envelope("text_completion"), "choices": shown, **extras}
+
+    @property
+    def _describes_prompt(self) -> bool:
+        return self.echo and self.logprobs is not None
+
+    def _choice(self, choice: Choice, index: int) -> Json:
+        ids, prompt = self.prompts[choice.index // self.per_prompt]
+        text = choice.text if self.generates else ""
+        lists = None
+        if self.logprobs is not None:
+            found: list[TokenLogprobs | int] = [*self._of_prompt(choice, ids)] if self.echo else []
+            lists = self._lists([*found, *(choice.logprobs if self.generates else [])], 0)
+        shown: Json = {
+            "index": index,
+            "text": prompt + text if self.echo else text,
+            "logprobs": lists,
+            "finish_reason": choice.reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self.prompt_logprobs:
+            shown["prompt_logprobs"] = self._all_prompt_logprobs(choice, len(ids))
+        if self.token_ids:
+            shown.update(prompt_token_ids=list(ids), token_ids=choice.tokens if self.generates else [])
+        return shown
+
+    def _of_prompt(self, choice: Choice, ids: Sequence[int]) -> list[TokenLogprobs | int]:
+        """What is known of each token of the prompt; of the first, only its id."""
+        return [choice.prompt_logprobs.get(position, token) for position, token in enumerate(ids)]
+
+    def _lists(self, found: Sequence[TokenLogprobs | int], offset: int) -> Json:
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for one in found:
+            token = one if isinstance(one, int) else one.token
+            name = self._name(token)
+            tokens.append(name)
+            offsets.append(offset)
+            offset += len(name)
+            logprobs.append(None if isinstance(one, int) else _finite(one.logprob))
+            if isinstance(one, int):
+                tops.append(None)
+            else:
+                named = {self._name(token): _finite(logprob) for token, logprob in one.top.items()}
+                tops.append(named | {name: _finite(one.logprob)})
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+_TEXT = b',"text":'
+_TEXT_END = b',"logprobs":null,"finish_reason":null}]}\n\n'
+
+
+def _likelihood(choice: Choice) -> float:
+    """Mean log probability of its tokens."""
+    return sum(found.logprob for found in choice.logprobs) / max(1, len(choice.logprobs))
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; this is what others send for a token that cannot be."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,176 @@
+"""The gate: every request passes here. Who it is, whether there is room for it, and how its errors look.
+
+Pure ASGI, so that a streamed token passes nothing but one `send`.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import sys
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.observe.metrics import ServerMetrics
+from weft.serve.errors import ApiError
+from weft.serve.formats import to_json
+
+OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version"))  # reveal nothing, and probes have no keys
+BODY_TIMEOUT = 30.0  # seconds that a client may take to send its body
+
+
+class Keys:
+    """API keys, kept as digests and compared in constant time."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def tenant(self, headers: dict[bytes, bytes]) -> str:
+        """Who asks, as a name that does not give the key away; "" where no keys are in use."""
+        if not self._digests:
+            return ""
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not key:
+            raise ApiError(401, "no API key was given: send it as 'Authorization: Bearer KEY'", code="missing_api_key")
+        digest = hashlib.sha256(key.strip()).digest()
+        found = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, whichever it is
+        if not any(found):
+            raise ApiError(401, "the API key is not one that this server knows", code="invalid_api_key")
+        return digest[:12].hex()
+
+
+class Limits:
+    """How much one key may ask for at once and in a minute."""
+
+    def __init__(self, per_minute: int | None, concurrent: int | None) -> None:
+        self.per_minute, self.concurrent = per_minute, concurrent
+        self.running: Counter[str] = Counter()
+        self._recent: dict[str, deque[float]] = {}
+
+    def enter(self, tenant: str) -> None:
+        if self.concurrent is not None and self.running[tenant] >= self.concurrent:
+            raise ApiError(
+                429,
+                f"{self.running[tenant]} requests of this key run already, which is all that may: wait for one to end",
+                code="concurrency",
+                retry_after=1,
+            )
+        if self.per_minute is not None:
+            self._count(tenant, self.per_minute)
+        self.running[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        self.running[tenant] -= 1
+        if not self.running[tenant]:
+            del self.running[tenant]
+
+    def _count(self, tenant: str, most: int) -> None:
+        now = time.monotonic()
+        recent = self._recent.setdefault(tenant, deque())
+        while recent and recent[0] <= now - 60:
+            recent.popleft()
+        if len(recent) >= most:
+            wait = recent[0] + 60 - now
+            message = f"{most} requests of this key came within a minute, and no more may: try again in {wait:.0f} s"
+            raise ApiError(429, message, code="rate_limit", retry_after=wait)
+        recent.append(now)
+
+
+class Gate:
+    """Outermost: authentication, error objects for whatever goes wrong inside, and the count of answers."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, metrics: ServerMetrics, paths: Iterable[str]) -> None:
+        self.app, self.keys, self.metrics = app, keys, metrics
+        self.paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1000})
+            else:
+                await self.app(scope, receive, send)
+            return
+        status = 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        scope["headers_by_name"] = headers = dict(scope["headers"])
+        scope["app"] = self  # lets the router raise what it cannot find
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                scope["tenant"] = self.keys.tenant(headers)
+            await self.app(scope, receive, counted)
+        except ApiError as error:
+            if not status:
+                self._note(error)
+                await answer(counted, error.status, error.body, error.headers)
+        except HTTPException as error:
+            if not status:
+                await _refuse(counted, error, scope)
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            if not status:
+                wrong = ApiError(500, "something went wrong inside the server; its log says more", code="internal")
+                await answer(counted, 500, wrong.body)
+        finally:
+            path = scope["path"]
+            self.metrics.responded(path if path in self.paths else "other", status or 499)
+
+    def _note(self, error: ApiError) -> None:
+        if error.status in (413, 429, 503):
+            self.metrics.refused(error.code or "other")
+
+
+async def _refuse(send: Send, error: HTTPException, scope: Scope) -> None:
+    """What the router has to say."""
+    method, path = scope["method"], scope["path"]
+    message = f"{path} does not exist" if error.status_code == 404 else f"{path} does not take {method}"
+    wrong = ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else "method_not_allowed")
+    headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
+    await answer(send, wrong.status, wrong.body, headers)
+
+
+async def answer(send: Send, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """A JSON answer."""
+    data = body if isinstance(body, bytes) else to_json(body)
+    every = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data)), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": every})
+    await send({"type": "http.response.body", "body": data})
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body, within `limit` bytes and BODY_TIMEOUT."""
+    length = scope["headers_by_name"].get(b"content-length", b"")
+    if length.isdigit() and int(length) > limit:
+        raise _too_large(int(length), limit)
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ConnectionResetError
+                piece = message.get("body", b"")
+                size += len(piece)
+                if size > limit:
+                    raise _too_large(size, limit)
+                pieces.append(piece)
+                if not message.get("more_body", False):
+                    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    except TimeoutError:
+        raise ApiError(400, f"the body did not come within {BODY_TIMEOUT:g} s", code="body_timeout") from None
+
+
+def _too_large(size: int, limit: int) -> ApiError:
+    message = f"the body has {size} bytes or more, and {limit} are allowed (--max-body-mb)"
+    return ApiError(413, message, code="body_too_large")

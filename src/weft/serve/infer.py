@@ -1,0 +1,292 @@
+"""The life of an inference request: sent to the engine, streamed or collected, ended early when its client has gone."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Receive, Send
+
+from weft.observe.metrics import RequestDone, ServerMetrics
+from weft.serve.choices import Choice
+from weft.serve.client import EngineClient, Job, Prompt, Update, clock
+from weft.serve.errors import ApiError
+from weft.serve.formats import Format, Json, to_json
+from weft.serve.messages import End
+
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+JSON_HEADERS = [(b"content-type", b"application/json")]
+
+
+@dataclass
+class Call:
+    """A request that was checked: what the engine is to do, and how the client wants to see it."""
+
+    format: Format
+    prompts: list[Prompt]
+    prompt_tokens: list[int]  # of each
+    choices: list[Choice]
+    arrival: float
+    max_tokens: int | None
+    gap_target: float | None  # seconds; None: nothing is promised
+    ttft_target: float | None
+    stream: bool = False
+    includes_usage: bool = False
+    counts_always: bool = False
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+FAILURES = ("engine_died", "step_failed")  # others are refusals: nothing was begun
+
+
+class Gone(Exception):
+    """The client has disconnected."""
+
+
+class Times:
+    """When things happened to one request; seconds."""
+
+    def __init__(self, call: Call, metrics: ServerMetrics) -> None:
+        self.call, self.metrics = call, metrics
+        self.first: float | None = None
+        self.largest_gap = 0.0
+        self.tokens = 0
+        self._last: list[float] = [0.0] * len(call.choices)
+
+    def token(self, index: int, now: float) -> None:
+        """Called for every token."""
+        self.tokens += 1
+        last = self._last[index]
+        self._last[index] = now
+        if last:
+            gap = now - last
+            if gap > self.largest_gap:
+                self.largest_gap = gap
+            self.metrics.gap(gap, self.call.gap_target)
+        else:
+            if self.first is None:
+                self.first = now
+            self.metrics.first_token(now - self.call.arrival, self.call.ttft_target)
+
+
+async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, receive: Receive, send: Send) -> "Exchange":
+    """Runs a call to its end, whatever the end is; returns what is to be known of it afterwards."""
+    job = client.submit(call.prompts, call.arrival)
+    watcher = asyncio.create_task(_watch(receive, job))
+    exchange = Exchange(call, client, job, metrics)
+    try:
+        if call.stream:
+            await exchange.stream(send)
+        else:
+            await exchange.collect(send)
+    except Gone:
+        exchange.finish("abort")
+        raise
+    except ApiError as error:
+        if error.code in FAILURES:
+            exchange.finish("error")
+        raise
+    finally:
+        watcher.cancel()
+        client.abort(job)
+    return exchange
+
+
+class Exchange:
+    """One call and its job, between submission and the last frame."""
+
+    def __init__(self, call: Call, client: EngineClient, job: Job, metrics: ServerMetrics) -> None:
+        self.call, self.client, self.job = call, client, job
+        self.times = Times(call, metrics)
+        self.metrics = metrics
+        self.ends: dict[int, End] = {}  # the engine's last words, by index
+        self.done: RequestDone | None = None  # once it has ended
+        self._left = len(call.choices)
+        self._opened: set[int] = set()
+
+    async def collect(self, send: Send) -> None:
+        while self._left:
+            updates = await self.job.news()
+            now = clock()
+            for update in updates:
+                self._check(update)
+                if update.token is not None:
+                    self.times.token(update.place, now)
+                self._take(update)
+        body = to_json(self.call.format.whole(self.call.choices, self.summary()))
+        headers = [*JSON_HEADERS, *self.call.headers, (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+        self.finish()
+
+    async def stream(self, send: Send) -> None:
+        """The response starts with the first token, so that what is refused can still have a status of its own."""
+        job, format, choices, times = self.job, self.call.format, self.call.choices, self.times
+        started = False
+        counts = self.call.counts_always
+        try:
+            while self._left:
+                updates = await job.news()
+                now = clock()
+                for update in updates:
+                    if update.token is None or update.end is not None:  # most are plain tokens
+                        self._check(update)
+                        if update.prompt_logprobs is not None:
+                            self._take(update)
+                            continue
+                    choice = choices[update.place]
+                    if not started:
+                        headers = [*STREAM_HEADERS, *self.call.headers]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        started = True
+                    data = b"" if update.place in self._opened else self._open(choice)
+                    if update.token is not None:
+                        times.token(update.place, now)
+                    piece = self._take(update)
+                    if piece is not None and not piece.is_empty:
+                        extras = {"usage": self._usage()} if counts else {}
+                        if not self._left and not self.call.includes_usage:
+                            extras = {**extras, "metrics": self.numbers()}
+                        data += format.piece(choice, piece, extras)
+                    if data:
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+            last = format.closing(self.summary()) if self.call.includes_usage else b""
+            await send({"type": "http.response.body", "body": last + format.done})
+        except ApiError as error:
+            if not started:
+                raise
+            await send({"type": "http.response.body", "body": format.error(error.body) + format.done})
+            self.finish("error")
+            return
+        self.finish()
+
+    def summary(self) -> Json:
+        return {"usage": self._usage(), "metrics": self.numbers()}
+
+    def numbers(self) -> Json:
+        """Where this request's time went; milliseconds. Of several choices, the one that was slowest at it."""
+        queue, prefill, decode = self._phases()
+        call, ends = self.call, list(self.ends.values())
+        predicted = [end.predicted_ttft for end in ends if end.predicted_ttft is not None]
+        return {
+            "queue_ms": _ms(queue),
+            "prefill_ms": _ms(prefill),
+            "decode_ms": _ms(decode),
+            "ttft_ms": _ms(None if self.times.first is None else self.times.first - call.arrival),
+            "largest_gap_ms": _ms(self.times.largest_gap),
+            "cached_tokens": self._cached(),
+            "preemptions": sum(end.preemptions for end in ends),
+            "gap_target_ms": _ms(call.gap_target),
+            "ttft_target_ms": _ms(call.ttft_target),
+            "predicted_ttft_ms": _ms(max(predicted, default=None)),
+        }
+
+    def _open(self, choice: Choice) -> bytes:
+        self._opened.add(choice.index)
+        return self.call.format.opening(choice)
+
+    def _take(self, update: Update) -> Any:
+        """Hands an update to its choice; a choice that has ended before its stream ends that as well."""
+        choice = self.call.choices[update.place]
+        if update.prompt_logprobs is not None:
+            for position, found in enumerate(update.prompt_logprobs.found, start=update.prompt_logprobs.first):
+                choice.prompt_logprobs[position] = found
+            return None
+        if choice.reason is not None:
+            return None  # a token that was on its way when a stop string ended the choice
+        piece = choice.take(update)
+        if update.end is not None:
+            self.ends[update.place] = update.end
+        if piece.reason is not None:
+            self._left -= 1
+            if update.end is None:
+                self.client.abort(self.job, update.place)
+        return piece
+
+    def _check(self, update: Update) -> None:
+        """Raises where the request cannot go on."""
+        if update.rejected is not None:
+            if update.rejected.kind == "queue_full":
+                raise ApiError(503, update.rejected.message, code="queue_full", retry_after=1)
+            raise ApiError(400, update.rejected.message)
+        if update.lost == GONE:
+            raise Gone
+        if update.lost is not None:
+            raise ApiError(503, f"{update.lost}; send the request again", code="engine_died", retry_after=5)
+        if update.end is not None and update.end.reason == "refused":
+            raise _refusal(self.call, update.end.predicted_ttft)
+        if update.end is not None and update.end.reason == "error":
+            raise ApiError(
+                503, "a step of the engine failed; send the request again", code="step_failed", retry_after=1
+            )
+
+    def _usage(self) -> Json:
+        prompt = sum(self.call.prompt_tokens)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.times.tokens,
+            "total_tokens": prompt + self.times.tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached()},
+        }
+
+    def _cached(self) -> int:
+        """Of each prompt, as its first choice found them: the others of it share the first one's blocks."""
+        per_prompt = max(1, len(self.call.choices) // max(1, len(self.call.prompts)))
+        firsts = (self.ends.get(index) for index in range(0, len(self.call.choices), per_prompt))
+        return sum(end.cached_tokens for end in firsts if end is not None)
+
+    def _phases(self) -> tuple[float | None, float | None, float | None]:
+        queue = [end.started - self.call.arrival for end in self.ends.values() if end.started is not None]
+        prefill = [e.first_token - e.started for e in self.ends.values() if e.first_token and e.started]
+        decode = [e.finished - e.first_token for e in self.ends.values() if e.first_token and e.finished]
+        return max(queue, default=None), max(prefill, default=None), max(decode, default=None)
+
+    def finish(self, reason: str | None = None) -> None:
+        if reason is None:
+            reason = "length" if all(choice.reason == "length" for choice in self.call.choices) else "stop"
+        self.done = self._summed_up(reason)
+        self.metrics.finished(self.done)
+
+    def _summed_up(self, reason: str) -> RequestDone:
+        queue, prefill, decode = self._phases()
+        elapsed = clock() - self.call.arrival
+        return RequestDone(
+            reason=reason,
+            prompt_tokens=sum(self.call.prompt_tokens),
+            output_tokens=self.times.tokens,
+            cached_tokens=self._cached(),
+            queue=elapsed if queue is None else queue,  # it never left the queue
+            prefill=prefill,
+            decode=decode,
+            ttft=None if self.times.first is None else self.times.first - self.call.arrival,
+            e2e=elapsed,
+            largest_gap=self.times.largest_gap,
+            n=len(self.call.choices),
+            max_tokens=self.call.max_tokens,
+        )
+
+
+GONE = "the client has disconnected"
+
+
+async def _watch(receive: Receive, job: Job) -> None:
+    """Tells the job when its client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    job.put(Update(0, None, lost=GONE))
+
+
+def _refusal(call: Call, predicted: float | None) -> ApiError:
+    if predicted is None or call.ttft_target is None:
+        message = "the request was refused: its promise could not be kept beside what runs; try again later"
+        return ApiError(503, message, code="deadline", retry_after=1)
+    message = (
+        f"the request was refused: its first token would have come after {predicted:.3g} s, and it is promised within "
+        f"{call.ttft_target:.3g} s; try again later, ask for more time with x-slo-ttft-ms, or send it as "
+        'service_tier "flex"'
+    )
+    details = {"predicted_ttft_ms": _ms(predicted), "ttft_target_ms": _ms(call.ttft_target)}
+    return ApiError(503, message, code="deadline", retry_after=predicted - call.ttft_target, details=details)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

@@ -1,0 +1,132 @@
+"""What passes between the API process and the engine process: msgspec structs as MessagePack, one a ZeroMQ frame.
+
+A *key* names one stream (one completion of one prompt) for as long as an engine process lives; the API process gives
+them out. Times are seconds on the machine's monotonic clock, which both processes share.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from weft.engine.engine import Wishes
+from weft.engine.executor import TokenLogprobs
+from weft.engine.params import SamplingParams
+from weft.observe.metrics import EngineStep
+
+# To the engine
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True, eq=False):
+    """One prompt; its `params.n` streams get the keys key, key + 1, ..."""
+
+    key: int
+    prompt: bytes  # token ids, int32
+    params: SamplingParams
+    wishes: Wishes
+    salt: str
+    arrival: float
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True):
+    """These streams are not wanted any more. Ones that have ended are no error."""
+
+    keys: list[int]
+
+
+class ResetCache(msgspec.Struct, tag="reset", array_like=True):
+    """Forget all cached prefixes."""
+
+
+ToEngine = Submit | Abort | ResetCache
+
+
+# From the engine
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What the API process must know of an engine to check requests and to answer questions about it."""
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    policy: str
+    enable_prefix_caching: bool
+    device: str
+    gap_target: float | None  # seconds; None: nothing is promised
+    min_gap_target: float | None  # a smaller wish is raised to it
+    ttft_target: float | None
+    ttft_target_per_1k: float
+
+    @property
+    def makes_promises(self) -> bool:
+        return self.gap_target is not None or self.ttft_target is not None
+
+    def effective_gap(self, wish: float | None) -> float | None:
+        """What a wish for the time between tokens comes to; seconds."""
+        gap = self.gap_target if wish is None else wish
+        return None if gap is None else max(gap, self.min_gap_target or 0.0)
+
+    def effective_ttft(self, wish: float | None, prompt_tokens: int) -> float | None:
+        if wish is not None or self.ttft_target is None:
+            return wish
+        return self.ttft_target + self.ttft_target_per_1k * prompt_tokens / 1000
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """The model is loaded and the engine takes requests."""
+
+    facts: Facts
+
+
+class Fatal(msgspec.Struct, tag="fatal", array_like=True):
+    """The engine cannot start, and would not the next time either: a wrong option, an unusable model."""
+
+    message: str
+
+
+class Rejected(msgspec.Struct, tag="rejected", array_like=True):
+    """A prompt that was not taken: all streams of the Submit with this key are over."""
+
+    key: int
+    kind: str  # "request" (it can never run), "queue_full"
+    message: str
+
+
+class End(NamedTuple):
+    """A stream's last news. Times are absent where it never came so far."""
+
+    key: int
+    token: int | None  # its last token; None: it ended without one
+    reason: str  # "stop", "length", "refused", "error"
+    started: float | None  # start of the first step that carried it
+    first_token: float | None
+    finished: float | None
+    cached_tokens: int
+    preemptions: int
+    predicted_ttft: float | None
+
+
+class PromptLogprobs(NamedTuple):
+    key: int
+    first: int  # position of the first token described
+    found: list[TokenLogprobs]
+
+
+class News(msgspec.Struct, tag="news", array_like=True):
+    """All that one turn of the loop brought."""
+
+    keys: list[int]  # streams that got a token and go on
+    tokens: list[int]  # theirs, in the same order
+    ends: list[End]
+    logprobs: dict[int, TokenLogprobs]  # by key, where asked for, also of last tokens
+    prompt_logprobs: list[PromptLogprobs]
+    step: EngineStep | None
+
+
+FromEngine = Ready | Fatal | Rejected | News
+
+encode = msgspec.msgpack.Encoder().encode
+decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_for_api = msgspec.msgpack.Decoder(FromEngine).decode

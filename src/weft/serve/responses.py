@@ -1,0 +1,309 @@
+"""/v1/responses: OpenAI's newer interface, for text. A chat in other words: nothing is stored between requests."""
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from weft.engine.params import MAX_LOGPROBS
+from weft.errors import RequestError
+from weft.serve.choices import Choice, Piece
+from weft.serve.fields import ChatBody, Count, Json
+from weft.serve.formats import spelled_logprob, to_json
+from weft.text.tokenizer import Tokenizer
+
+
+class ResponsesBody(Struct, kw_only=True):
+    input: str | list[Json]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: list[str] | None = None
+    text: Json | None = None  # its format: what the answer must look like
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Json | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    metadata: Json | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    truncation: str | None = None
+    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: Json | None = None
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
+
+
+def as_chat(body: ResponsesBody) -> ChatBody:
+    """The same wish as a chat."""
+    if body.previous_response_id is not None:
+        raise RequestError("previous_response_id: nothing is stored here; send the whole conversation as input")
+    if body.background:
+        raise RequestError("background: nothing is stored here; stream the response instead")
+    messages: list[Json] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        for item in body.input:
+            _add(messages, item)
+    if not messages:
+        raise RequestError("input is empty: at least one message is needed")
+    return ChatBody(
+        messages=messages,
+        model=body.model,
+        stream=body.stream,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        logprobs=body.shows_logprobs,
+        top_logprobs=body.top_logprobs if body.shows_logprobs else None,
+        response_format=_format(body.text),
+        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=_effort(body.reasoning),
+        user=body.user,
+        service_tier=body.service_tier,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _add(messages: list[Json], item: Json) -> None:
+    """One item of a conversation, as a message or as a part of the last one."""
+    match item.get("type", "message"):
+        case "message":
+            content = item.get("content")
+            if isinstance(content, list):
+                content = [_part(part) for part in content]
+            messages.append({"role": item.get("role"), "content": content})
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if messages and messages[-1].get("tool_calls"):
+                messages[-1]["tool_calls"].append(call)
+            else:
+                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        case "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        case "reasoning":
+            pass  # the model's own thoughts are not shown to it again
+        case kind:
+            raise RequestError(f"input has an item of type {kind!r:.40}: only text and function calls are supported")
+
+
+def _part(part: Any) -> Any:
+    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text"):
+        return {"type": "text", "text": part.get("text")}
+    return part
+
+
+def _tool(tool: Json) -> Json:
+    if tool.get("type") != "function":
+        raise RequestError(f"tools: a tool of type {tool.get('type')!r:.40} is not known here: only functions are")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(choice: str | Json | None) -> str | Json | None:
+    if isinstance(choice, dict):
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(text: Json | None) -> Json | None:
+    wanted = (text or {}).get("format")
+    if not isinstance(wanted, dict):
+        return None
+    if wanted.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {name: wanted[name] for name in wanted if name != "type"}}
+    return wanted
+
+
+def _effort(reasoning: Json | None) -> str | None:
+    effort = (reasoning or {}).get("effort")
+    return effort if isinstance(effort, str) else None
+
+
+class ResponsesFormat:
+    """One answer as a list of items (thoughts, a message, calls), or as the events of its becoming."""
+
+    done = b""  # the last event says that it is one
+
+    def __init__(self, id: str, model: str, tokenizer: Tokenizer | None, body: ResponsesBody) -> None:
+        self.id = id
+        self.model = model
+        self.tokenizer = tokenizer
+        self.body = body
+        self.created = int(time.time())
+        self._number = 0
+        self._items: list[Json] = []  # begun so far; the last one is open
+        self._open: str | None = None  # its kind
+        self._text = ""
+        self._logprobs: list[Json] = []
+
+    def opening(self, choice: Choice) -> bytes:
+        response = self._response("in_progress", [], {})
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
+        data = b""
+        if piece.reasoning:
+            data += self._begin("reasoning")
+            self._text += piece.reasoning
+            data += self._delta("response.reasoning_text.delta", content_index=0, delta=piece.reasoning)
+        if piece.text:
+            data += self._begin("message")
+            self._text += piece.text
+            found = [] if piece.logprobs is None else [spelled_logprob(self.tokenizer, piece.logprobs)]
+            self._logprobs += found
+            data += self._delta("response.output_text.delta", content_index=0, delta=piece.text, logprobs=found)
+        for call in piece.calls:
+            if call.id is not None:
+                data += self._end_item() + self._begin("function_call", name=call.name, call_id=call.id)
+            if call.arguments:
+                self._text += call.arguments
+                data += self._delta("response.function_call_arguments.delta", delta=call.arguments)
+        if piece.reason is not None:
+            self._reason = piece.reason
+            data += self._end_item()
+        return data
+
+    def closing(self, extras: Json) -> bytes:
+        status = "incomplete" if self._reason == "length" else "completed"
+        return self._event(f"response.{status}", response=self._response(status, self._items, extras))
+
+    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+        """The same items, made at once."""
+        choice = choices[0]
+        logprobs = [spelled_logprob(self.tokenizer, found) for found in choice.logprobs]
+        if choice.reasoning:
+            self._items.append(self._item("reasoning", choice.reasoning))
+        if choice.text or not choice.calls:
+            self._logprobs = logprobs if self.body.shows_logprobs else []
+            self._items.append(self._item("message", choice.text))
+        for call in choice.calls:
+            function = call["function"]
+            self._items.append(
+                self._item("function_call", function["arguments"], name=function["name"], call_id=call["id"])
+            )
+        status = "incomplete" if choice.reason == "length" else "completed"
+        return self._response(status, self._items, extras)
+
+    def error(self, body: Json) -> bytes:
+        error = body["error"]
+        return self._event("error", code=error["code"], message=error["message"], param=error["param"])
+
+    _reason = "stop"
+
+    def _begin(self, kind: str, **more: Any) -> bytes:
+        """Opens an item, unless the one that is open is of this kind already."""
+        if self._open == kind and kind != "function_call":
+            return b""
+        data = self._end_item()
+        self._open = kind
+        item = {**self._item(kind, "", **more), "status": "in_progress"}
+        self._items.append(item)
+        bare = {**item, "content": []} if "content" in item else item
+        data += self._event("response.output_item.added", output_index=len(self._items) - 1, item=bare)
+        if kind != "function_call":
+            data += self._delta("response.content_part.added", content_index=0, part=item["content"][0])
+        return data
+
+    def _end_item(self) -> bytes:
+        if self._open is None:
+            return b""
+        kind, text, item = self._open, self._text, self._items[-1]
+        more = {name: item[name] for name in ("name", "call_id") if name in item}
+        whole = {**self._item(kind, text, **more), "id": item["id"]}
+        if kind == "function_call":
+            data = self._delta("response.function_call_arguments.done", arguments=text, name=item["name"])
+        else:
+            name, logprobs = (
+                ("output_text", {"logprobs": self._logprobs}) if kind == "message" else ("reasoning_text", {})
+            )
+            data = self._delta(f"response.{name}.done", content_index=0, text=text, **logprobs)
+            data += self._delta("response.content_part.done", content_index=0, part=whole["content"][0])
+        data += self._event("response.output_item.done", output_index=len(self._items) - 1, item=whole)
+        self._items[-1] = whole
+        self._open, self._text, self._logprobs = None, "", []
+        return data
+
+    def _item(self, kind: str, text: str, **more: Any) -> Json:
+        number, key = len(self._items), self.id.removeprefix("resp_")
+        if kind == "function_call":
+            return {"type": kind, "id": f"fc_{key}_{number}", "status": "completed", "arguments": text, **more}
+        if kind == "reasoning":
+            content = [{"type": "reasoning_text", "text": text}]
+            return {"type": kind, "id": f"rs_{key}_{number}", "summary": [], "content": content, "status": "completed"}
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+        return {
+            "type": kind,
+            "id": f"msg_{key}_{number}",
+            "status": "completed",
+            "role": "assistant",
+            "content": [part],
+        }
+
+    def _delta(self, kind: str, **more: Any) -> bytes:
+        at = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return self._event(kind, **at, **more)
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        self._number += 1
+        body = {"type": kind, "sequence_number": self._number - 1, **more}
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json(body))
+
+    def _response(self, status: str, output: list[Json], extras: Json) -> Json:
+        body, usage = self.body, extras.get("usage")
+        response: Json = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": body.reasoning or {"effort": None, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": body.top_p,
+            "truncation": body.truncation or "disabled",
+            "user": body.user,
+            "metadata": body.metadata or {},
+            "usage": None if usage is None else _usage(usage),
+        }
+        return {**response, "metrics": extras["metrics"]} if "metrics" in extras else response
+
+
+def _usage(usage: Json) -> Json:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"],
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }

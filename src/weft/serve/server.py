@@ -1,0 +1,212 @@
+"""Runs a server: puts it together, listens, and ends it in an orderly way."""
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
+
+import uvicorn
+
+from weft.engine.options import EngineOptions
+from weft.errors import OptionError
+from weft.llm import recommended_params, resolve_model_path
+from weft.observe.metrics import ServerMetrics
+from weft.observe.tracing import Tracer
+from weft.serve.app import Server
+from weft.serve.calls import Desk
+from weft.serve.client import EngineClient, Listener, clock
+from weft.serve.gate import Limits
+from weft.serve.settings import ServeOptions
+from weft.serve.texts import Texts
+from weft.text.reasoning import REASONING_PARSERS, detect_reasoning
+from weft.text.tools import TOOL_PARSERS, detect_tool_format
+
+DEFAULT_NAME = "weft-default"  # of the model that ships with weft
+SWITCH = (
+    0.0005  # seconds a thread may keep the interpreter while the event loop waits for it; Python's own is ten times
+)
+KEEP_ALIVE = 75  # seconds that an idle connection is kept: longer than most proxies do
+LAST_WORDS = 0.2  # seconds for error frames to get out
+BACKLOG = 4096  # connections that may wait to be accepted
+
+
+def serve(options: ServeOptions, engine_options: EngineOptions) -> int:
+    """Until a signal comes; returns the exit code."""
+    listener = _listen(options.host, options.port)
+    try:
+        server = _build(options, engine_options)
+        sys.setswitchinterval(SWITCH)
+        return _run(server, listener)
+    finally:
+        listener.close()
+
+
+def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
+    """Reads what the API process needs of the model; the engine process reads the rest."""
+    path = resolve_model_path(engine_options.model)
+    texts = Texts(path)
+    names = options.served_model_name or (engine_options.model or DEFAULT_NAME,)
+    template = texts.template.source
+    desk = Desk(
+        texts=texts,
+        defaults=recommended_params(path),
+        model=names[0],
+        tool_parser=_parser(options.tool_call_parser, TOOL_PARSERS, "tool_call_parser", detect_tool_format(template)),
+        reasoning_parser=_parser(
+            options.reasoning_parser, REASONING_PARSERS, "reasoning_parser", detect_reasoning(template)
+        ),
+    )
+    metrics = ServerMetrics(names[0], enable_prefix_caching=engine_options.enable_prefix_caching)
+    eos = texts.tokenizer.eos_token_id if texts.tokenizer is not None else None
+    client = EngineClient(
+        str(path.resolve()),
+        () if eos is None else (eos,),
+        asdict(engine_options),
+        Listener(
+            on_step=metrics.step,
+            on_ready=lambda facts: metrics.engine_started(facts.block_size, facts.num_blocks),
+            on_death=metrics.engine_lost,
+        ),
+    )
+    return Server(
+        options=options,
+        engine_options=engine_options,
+        names=names,
+        desk=desk,
+        client=client,
+        metrics=metrics,
+        tracer=Tracer.make(options.otlp_traces_endpoint),
+        limits=Limits(options.requests_per_minute, options.max_concurrent_requests),
+        created=int(time.time()),
+    )
+
+
+def _parser(chosen: str | None, known: Iterable[str], option: str, detected: str | None) -> str | None:
+    if chosen is None or chosen == "auto":
+        return detected
+    if chosen == "none":
+        return None
+    if chosen not in known:
+        raise OptionError(f"{option}={chosen!r} is unknown: choose auto, none, {', '.join(known)}")
+    return chosen
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bound before anything is loaded, so that a port in use is known at once."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from None
+    return listener
+
+
+def _run(server: Server, listener: socket.socket) -> int:
+    config = uvicorn.Config(
+        server.app(),
+        loop="auto",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_level="warning",
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=1,  # ours is over by then
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+    )
+    process = _Process(config, server, listener)
+    process.run(sockets=[listener])
+    return process.exit_code
+
+
+class _Process(uvicorn.Server):
+    """uvicorn, with signals that let running streams finish, and an end where the engine cannot be started."""
+
+    def __init__(self, config: uvicorn.Config, server: Server, listener: socket.socket) -> None:
+        super().__init__(config)
+        self.server = server
+        self.listener = listener
+        self.exit_code = 0
+        self._ending: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled)
+        watching = asyncio.create_task(self._watch_engine())
+        try:
+            await self._serve(sockets)
+        finally:
+            watching.cancel()
+
+    def _signalled(self) -> None:
+        if self._ending is not None:  # for the second time
+            _say("ending at once")
+            self.should_exit = self.force_exit = True
+            self._ending.cancel()
+            return
+        self._ending = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Probes and refusals are still answered while running streams finish."""
+        server, timeout = self.server, self.server.options.shutdown_timeout
+        server.drain()
+        if server.active:
+            _say(f"{server.active} requests may take {timeout:g} s to finish; a second signal ends them at once")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(server.quiet.wait(), timeout)
+        if server.active:
+            server.client.lose_everybody("the server was shut down")
+            await asyncio.sleep(LAST_WORDS)
+        self.should_exit = True
+
+    async def _watch_engine(self) -> None:
+        """Says when the engine is up for the first time, and ends the server where it will not be any more."""
+        started, client = clock(), self.server.client
+        said = False
+        while client.fatal is None:
+            await client.changed.wait()
+            client.changed.clear()
+            if client.facts is not None and not said:
+                said = True
+                self._announce(clock() - started)
+        _say(client.fatal)
+        self.exit_code = 1
+        self.server.drain()
+        self.should_exit = True
+
+    def _announce(self, seconds: float) -> None:
+        host, port = self.listener.getsockname()[:2]
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        url, name = f"http://{shown}:{port}", self.server.names[0]
+        facts = self.server.client.facts
+        key = " -H 'Authorization: Bearer KEY'" if self.server.options.api_key else ""
+        print(f"\nweft serves {name} on {url} (ready after {seconds:.1f} s)")
+        if facts is not None and facts.makes_promises:
+            print(f"  promised: {_promised(facts.effective_gap(None), facts.effective_ttft(None, 0), facts)}")
+        print(
+            f"  try it:   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
+            f'              -d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'\n',
+            flush=True,
+        )
+
+
+def _promised(gap: float | None, ttft: float | None, facts: object) -> str:
+    per_1k = getattr(facts, "ttft_target_per_1k", 0.0)
+    parts = [] if gap is None else [f"{gap * 1000:.3g} ms between tokens"]
+    if ttft is not None:
+        more = f" + {per_1k * 1000:.3g} ms per 1,000 prompt tokens" if per_1k else ""
+        parts.append(f"{ttft * 1000:.4g} ms{more} to the first")
+    return ", ".join(parts)
+
+
+def _say(line: str | None) -> None:
+    print(f"weft: {line}", file=sys.stderr, flush=True)

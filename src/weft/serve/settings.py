@@ -1,0 +1,38 @@
+"""ServeOptions: what the owner of a server may choose beside the engine's options."""
+
+import math
+from dataclasses import dataclass
+
+from weft.errors import OptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    host: str = "127.0.0.1"  # open to this machine alone, unless told
+    port: int = 8000  # 0: any that is free
+    served_model_name: tuple[str, ...] = ()  # names that requests may use; empty: the model as it was given
+    api_key: tuple[str, ...] = ()  # empty: everybody may
+    share_prefix_cache: bool = False  # between keys
+    max_body_mb: float = 8.0  # larger requests are refused
+    requests_per_minute: int | None = None  # of one key; None: no limit
+    max_concurrent_requests: int | None = None  # of one key; None: no limit
+    shutdown_timeout: float = 30.0  # seconds that running streams may take to finish
+    tool_call_parser: str | None = None  # None: found out from the chat template
+    reasoning_parser: str | None = None  # None: found out from the chat template
+    otlp_traces_endpoint: str | None = None  # where spans are sent; None: nowhere
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise OptionError(f"port={self.port} must be 0 to 65535; 0 takes any that is free")
+        if not 0 < self.max_body_mb <= 1024:
+            raise OptionError(f"max_body_mb={self.max_body_mb:g} must be above 0 and at most 1024")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            raise OptionError(f"shutdown_timeout={self.shutdown_timeout:g} must be a number of seconds, 0 or more")
+        for name in ("requests_per_minute", "max_concurrent_requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{name}={value} must be at least 1; leave it out for no limit")
+        if any(not key.strip() or not key.isascii() for key in self.api_key):
+            raise OptionError("an api_key must be non-empty ASCII text")
+        if any(not name.strip() for name in self.served_model_name):
+            raise OptionError("a served_model_name must not be empty")

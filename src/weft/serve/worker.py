@@ -1,0 +1,263 @@
+"""The engine process: takes messages in, turns the loop, sends out what every turn brought.
+
+`python -m weft.serve.worker`, started by the API process. The first line of its standard input says what to run; the
+end of its standard input says that the API process is gone, however it went, and ends this one.
+"""
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from weft.core import StepRecord
+from weft.engine.build import build_engine
+from weft.engine.engine import Engine
+from weft.engine.loop import TokenEvent
+from weft.engine.options import EngineOptions
+from weft.engine.stream import Stream
+from weft.errors import EngineError, QueueFullError, RequestError, WeftError
+from weft.observe.metrics import EngineStep
+from weft.serve.messages import (
+    Abort,
+    End,
+    Facts,
+    Fatal,
+    News,
+    PromptLogprobs,
+    Ready,
+    Rejected,
+    ResetCache,
+    Submit,
+    ToEngine,
+    decode_for_engine,
+    encode,
+)
+
+SWITCH = 0.0005  # seconds that another thread may keep the interpreter from the loop
+MOST_FAILURES = 3  # steps in a row; then the device is not to be trusted and another process is better
+SHORT = 2048  # tokens of a prompt that is made ready at once: half a millisecond
+SOON = 1  # milliseconds between looks at what is made ready, where there is nothing else to do
+LINGER = 1000  # milliseconds that last words may take to get out
+
+
+class Orders(msgspec.Struct):
+    """The first line of standard input."""
+
+    address: str  # of the API process's socket
+    path: str  # of the model directory
+    eos_ids: tuple[int, ...]  # that end a text beside those that the model's config names
+    options: dict[str, Any]  # EngineOptions
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the API process, which decides what it means
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 1
+    orders = msgspec.json.decode(line, type=Orders)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.setswitchinterval(SWITCH)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, LINGER)
+    socket.set_hwm(0)
+    socket.connect(orders.address)
+    try:
+        engine = build_engine(EngineOptions.of(**orders.options), Path(orders.path), orders.eos_ids)
+    except (WeftError, OSError) as error:
+        socket.send(encode(Fatal(" ".join(str(error).split()))))
+        socket.close()
+        return 2
+    socket.send(encode(Ready(facts_of(engine, orders.options["policy"]))))
+    Worker(engine, socket).run()
+    return 1
+
+
+def facts_of(engine: Engine, policy: str) -> Facts:
+    scheduler, promises = engine.loop.scheduler, engine.promises
+    targets = promises.targets if promises is not None else None
+    return Facts(
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        block_size=scheduler.block_size,
+        num_blocks=scheduler.num_blocks,
+        max_num_seqs=scheduler.max_num_seqs,
+        policy=policy,
+        enable_prefix_caching=scheduler.enable_prefix_caching,
+        device=promises.calibration.device if promises is not None else "",
+        gap_target=_finite(targets.gap) if targets is not None else None,
+        min_gap_target=promises.min_gap if promises is not None else None,
+        ttft_target=_finite(targets.ttft) if targets is not None else None,
+        ttft_target_per_1k=targets.ttft_per_1k if targets is not None else 0.0,
+    )
+
+
+class Worker:
+    """Drives one engine from one socket, in one thread."""
+
+    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]") -> None:
+        self.engine, self.loop, self.socket = engine, engine.loop, socket
+        self.loop.on_record = self._note
+        self._streams: dict[int, Stream] = {}
+        self._keys: dict[Stream, int] = {}
+        self._opening: dict[Submit, Future[list[Stream]]] = {}  # jobs that are prepared in another thread
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="weft-prepare")
+        self._record: StepRecord | None = None
+        self._failures = 0
+
+    def run(self) -> None:
+        """Until too many steps have failed; the end of the API process ends this one from outside."""
+        while self._failures < MOST_FAILURES:
+            self._receive(0 if self.loop.has_work else SOON if self._opening else None)
+            for job in [job for job, opening in self._opening.items() if opening.done()]:
+                self._add(job, self._opening.pop(job).result)
+            if self.loop.has_work:
+                self._turn()
+
+    def _receive(self, patience: int | None) -> None:
+        """Takes in all messages that have come; waits for the first up to `patience` milliseconds, or for ever."""
+        while self.socket.poll(patience):
+            self._obey(decode_for_engine(self.socket.recv()))
+            patience = 0
+
+    def _obey(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._open(message)
+            case Abort(keys):
+                gone = [job for job in self._opening if job.key in keys]  # all n of it: none has begun
+                for job in gone:
+                    del self._opening[job]
+                for key in keys:
+                    if (stream := self._streams.pop(key, None)) is not None:
+                        del self._keys[stream]
+                        self.loop.abort(stream)
+                if not self.loop.has_work:
+                    self._send_idle()
+            case ResetCache():
+                self.loop.scheduler.clear_cache()
+
+    def _open(self, job: Submit) -> None:
+        """Long prompts are hashed and grammars are compiled aside: nobody's step waits for that."""
+        prompt: Any = np.frombuffer(job.prompt, np.int32)
+
+        def work() -> list[Stream]:
+            return self.engine.open_streams(prompt, job.params, wishes=job.wishes, salt=job.salt)
+
+        if len(prompt) > SHORT or job.params.structured_outputs is not None:
+            self._opening[job] = self._threads.submit(work)
+        else:
+            self._add(job, work)
+
+    def _add(self, job: Submit, opened: Callable[[], list[Stream]]) -> None:
+        taken: list[Stream] = []
+        try:
+            for stream in opened():
+                stream.request.arrival = job.arrival
+                self.loop.add(stream)
+                taken.append(stream)
+        except RequestError as error:
+            for stream in taken:
+                self.loop.abort(stream)
+            kind = "queue_full" if isinstance(error, QueueFullError) else "request"
+            self.socket.send(encode(Rejected(job.key, kind, str(error))))
+            return
+        for key, stream in enumerate(taken, start=job.key):
+            self._streams[key] = stream
+            self._keys[stream] = key
+
+    def _turn(self) -> None:
+        try:
+            events = self.loop.step()
+        except Exception as error:
+            self._fail(error)
+            return
+        if self._record is not None:
+            self._failures = 0
+        if events or self._record is not None:
+            self._send(events)
+
+    def _fail(self, error: Exception) -> None:
+        """A step failed, and all who ran with it; the loop has started over."""
+        self._failures += 1
+        traceback.print_exc()
+        if not isinstance(error, EngineError):
+            print(f"weft: a step failed ({self._failures} in a row)", file=sys.stderr)
+        ends = [_end(key, stream, None, "error") for key, stream in self._streams.items()]
+        self._streams.clear()
+        self._keys.clear()
+        self.socket.send(encode(News([], [], ends, {}, [], None)))
+
+    def _send(self, events: list[TokenEvent]) -> None:
+        keys: list[int] = []
+        tokens: list[int] = []
+        news = News(keys, tokens, [], {}, [], self._step())
+        key_of = self._keys
+        for stream, token, reason, logprobs, prompt_logprobs, first in events:
+            key = key_of.get(stream)
+            if key is None:
+                continue  # aborted in the meantime
+            if logprobs is not None:
+                news.logprobs[key] = logprobs
+            if prompt_logprobs is not None:
+                news.prompt_logprobs.append(PromptLogprobs(key, first + 1, prompt_logprobs))
+            elif reason is not None:
+                news.ends.append(_end(key, stream, token, reason))
+                del self._streams[key], key_of[stream]
+            elif token is not None:
+                keys.append(key)
+                tokens.append(token)
+        self.socket.send(encode(news))
+
+    def _send_idle(self) -> None:
+        """Nothing runs any more: the books as they are now, without a step."""
+        now = self.loop.clock()
+        scheduler = self.loop.scheduler
+        step = EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, scheduler.num_waiting, 0, scheduler.pool.num_free)
+        self.socket.send(encode(News([], [], [], {}, [], step)))
+
+    def _note(self, record: StepRecord) -> None:
+        self._record = record
+
+    def _step(self) -> EngineStep | None:
+        record, self._record = self._record, None
+        if record is None:
+            return None
+        return EngineStep.of(record, self.loop.scheduler.queued_tokens)
+
+
+def _end(key: int, stream: Stream, token: int | None, reason: str) -> End:
+    request = stream.request
+    return End(
+        key,
+        token,
+        reason,
+        request.started,
+        request.first_token,
+        request.finished,
+        request.cached_tokens,
+        request.preemptions,
+        _finite(request.predicted_ttft),
+    )
+
+
+def _finite(seconds: float | None) -> float | None:
+    return None if seconds is None or seconds == float("inf") else seconds
+
+
+def _end_with_parent() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Whatever a client sends, it gets an error object with a status that says what is wrong, and the server goes on."""
+
+import contextlib
+import socket
+
+import httpx
+import pytest
+
+from tests.serve.running import RunningServer
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def check(answer: httpx.Response, status: int) -> dict:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    assert "Traceback" not in answer.text
+    return error
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b'{"prompt": "\xff"}', b"{" * 100_000, b'{"prompt": "\\ud800"}'],
+)
+def test_broken_bodies(server: RunningServer, path: str, body: bytes) -> None:
+    check(server.http.post(path, content=body), 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": "hello"}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": ["hello"]}, None),
+        (CHAT, {"messages": [{"role": "user", "content": 7}]}, None),
+        (CHAT, {"messages": [{"content": "no role"}]}, None),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        (CHAT, {"messages": HELLO, "n": 1000}, "n"),
+        (CHAT, {"messages": HELLO, "stream": "yes"}, "stream"),
+        (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
+        (CHAT, {"messages": HELLO, "tools": [], "tool_choice": "always"}, "tool_choice"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format"),
+        (CHAT, {"messages": HELLO, "max_tokens": 0}, "max_tokens"),
+        (CHAT, {"messages": HELLO, "max_tokens": -1}, "max_tokens"),
+        (CHAT, {"messages": HELLO, "stop": [""]}, "stop"),
+        (CHAT, {"messages": HELLO, "stop_token_ids": [10**9]}, "stop_token_ids"),
+        (CHAT, {"messages": HELLO, "seed": 10**30}, "seed"),
+        (CHAT, {"messages": HELLO, "logit_bias": {"99999999": 1}}, "logit_bias"),
+        (TEXT, {}, None),
+        (TEXT, {"prompt": ""}, "prompt"),
+        (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": [[]]}, "prompt"),
+        (TEXT, {"prompt": [1, "x"]}, "prompt"),
+        (TEXT, {"prompt": [True]}, "prompt"),
+        (TEXT, {"prompt": [10**9]}, None),
+        (TEXT, {"prompt": [-1]}, None),
+        (TEXT, {"prompt": [10**30]}, None),
+        (TEXT, {"prompt": ["x"] * 1000}, "prompt"),
+        (TEXT, {"prompt": "x", "best_of": 2, "n": 3}, "best_of"),
+        (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
+        (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        (TEXT, {"prompt": [1] * 20_000}, None),
+        (TEXT, {"prompt": "a b " * 20_000}, None),
+        ("/tokenize", {}, "prompt"),
+        ("/detokenize", {"tokens": [-1]}, None),
+    ],
+)
+def test_bad_values(server: RunningServer, path: str, body: dict, param: str | None) -> None:
+    error = check(server.post(path, body), 400)
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_unknown_things(server: RunningServer) -> None:
+    assert check(server.post(TEXT, {"prompt": "x", "model": "gpt"}), 404)["code"] == "model_not_found"
+    check(server.http.get("/v2/completions"), 404)
+    check(server.http.get(TEXT), 405)
+    fine = server.post(TEXT, {"prompt": "x", "max_tokens": 1, "no_such_field": {"a": [1]}})
+    assert fine.status_code == 200
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "soon", "nan", "inf", ""])
+def test_promises_that_make_no_sense(server: RunningServer, value: str) -> None:
+    for name in ("x-slo-gap-ms", "x-slo-ttft-ms", "x-slo-tpot-ms"):
+        assert check(server.post(TEXT, {"prompt": "x"}, headers={name: value}), 400)["param"] == name
+
+
+def test_large_bodies(server: RunningServer) -> None:
+    assert check(server.http.post(TEXT, content=b"x" * 9_000_000), 413)["code"] == "body_too_large"
+
+    def pieces():  # without a content-length
+        for _ in range(200):
+            yield b"x" * 500_000
+
+    with contextlib.suppress(httpx.WriteError):  # the server does not wait for the rest
+        check(server.http.post(TEXT, content=pieces()), 413)
+    assert server.http.get("/health").status_code == 200
+
+
+def test_slow_clients_stop_nobody(server: RunningServer) -> None:
+    """Connections that send half a request and wait, and ones that never read their answer."""
+    host, port = server.url.removeprefix("http://").split(":")
+    idle = []
+    for number in range(500):
+        connection = socket.create_connection((host, int(port)))
+        half = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+        connection.sendall(half if number % 2 else b"POST /v1/comp")
+        idle.append(connection)
+    assert server.post(TEXT, {"prompt": "x", "max_tokens": 2}).status_code == 200
+    for connection in idle:
+        connection.close()

@@ -1,0 +1,181 @@
+"""Keys, limits and promises: who may ask for how much, and what comes of it."""
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import httpx
+import pytest
+
+from tests.serve.running import RunningServer
+
+TEXT = "/v1/completions"
+SMALL = ("--max-num-seqs", "64", "--kv-cache-memory-bytes", "128MiB")
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[RunningServer]:
+    keys = ("--api-key", "alpha", "--api-key", "beta")
+    limits = ("--max-concurrent-requests", "4", "--requests-per-minute", "40")
+    server = RunningServer(*SMALL, *keys, *limits, "--policy", "chunked", "--served-model-name", "a", "b")
+    server.http.headers["authorization"] = "Bearer alpha"
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def promising(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """With generous promises: machines that run tests are slow at times."""
+    server = RunningServer(
+        *SMALL,
+        *("--gap-target-ms", "2000", "--ttft-target-ms", "20000", "--min-gap-target-ms", "1000"),
+        XDG_CACHE_HOME=str(tmp_path_factory.mktemp("cache")),
+    )
+    yield server
+    server.kill()
+
+
+@pytest.mark.parametrize("header", [None, "Bearer gamma", "Bearer", "Basic alpha", "alpha", "Bearer alpha beta"])
+def test_who_has_no_key_gets_nothing(guarded: RunningServer, header: str | None) -> None:
+    headers = {} if header is None else {"authorization": header}
+    with httpx.Client(base_url=guarded.url, headers=headers) as client:
+        for path in ("/v1/models", "/metrics", "/load", "/server_info", "/openapi.json", "/nothing"):
+            assert client.get(path).status_code == 401, path
+        for path in (TEXT, "/v1/chat/completions", "/tokenize", "/detokenize", "/reset_prefix_cache"):
+            answer = client.post(path, content=b"{")
+            assert answer.status_code == 401, path
+            assert answer.json()["error"]["type"] == "authentication_error"
+        for path in ("/health", "/ready", "/version"):
+            assert client.get(path).status_code == 200
+
+
+def test_keys_are_shown_nowhere(guarded: RunningServer) -> None:
+    info = guarded.http.get("/server_info").text
+    assert "alpha" not in info
+    assert "beta" not in info
+    assert [card["id"] for card in guarded.get("/v1/models")["data"]] == ["a", "b"]
+
+
+def test_one_key_cannot_see_what_another_has_cached(guarded: RunningServer) -> None:
+    prompt = "The quick brown fox jumps over the lazy dog and runs away from the old house by the sea. " * 4
+
+    def cached(key: str, **more: object) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        answer = guarded.post(TEXT, {"prompt": prompt, "max_tokens": 1, **more}, headers=headers)
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("alpha") == 0
+    assert cached("alpha") > 0
+    assert cached("beta") == 0
+    assert cached("alpha", cache_salt="mine") == 0
+    assert guarded.http.post("/reset_prefix_cache").status_code == 200
+    assert cached("alpha") == 0
+
+
+def test_limits_of_a_key(guarded: RunningServer) -> None:
+    async def scenario() -> list[httpx.Response]:
+        headers = {"authorization": "Bearer beta"}
+        async with httpx.AsyncClient(base_url=guarded.url, headers=headers, timeout=60) as client:
+            body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+            crowd = await asyncio.gather(*(client.post(TEXT, json=body) for _ in range(8)))
+            many = [await client.post(TEXT, json={"prompt": "x", "max_tokens": 1}) for _ in range(45)]
+            return [*crowd, *many]
+
+    answers = asyncio.run(scenario())
+    codes = [answer.json()["error"]["code"] for answer in answers if answer.status_code == 429]
+    assert {"concurrency", "rate_limit"} == set(codes)
+    assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert guarded.post(TEXT, {"prompt": "x", "max_tokens": 1}).status_code == 200  # another key
+
+
+def test_a_full_queue_is_refused(tmp_path: object) -> None:
+    limits = ("--max-queued-requests", "4", "--max-queued-tokens", "3000", "--policy", "chunked")
+    server = RunningServer("--max-num-seqs", "2", "--kv-cache-memory-bytes", "64MiB", *limits)
+    try:
+
+        async def scenario() -> list[httpx.Response]:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True}
+                crowd = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(20)]
+                await asyncio.sleep(0.5)
+                long = [client.post(TEXT, json={"prompt": "word " * 1000, "max_tokens": 1}) for _ in range(4)]
+                return [*await asyncio.gather(*long), *await asyncio.gather(*crowd)]
+
+        answers = asyncio.run(scenario())
+        refused = [answer for answer in answers if answer.status_code == 503]
+        assert refused
+        assert {answer.json()["error"]["code"] for answer in refused} == {"queue_full"}
+        assert all("retry-after" in answer.headers for answer in refused)
+        assert sum(answer.status_code == 200 for answer in answers) >= 2
+        server.wait_until_idle()
+    finally:
+        server.kill()
+
+
+def test_promises_in_headers_and_in_the_last_chunk(promising: RunningServer) -> None:
+    def ask(**headers: str) -> httpx.Response:
+        return promising.post(TEXT, {"prompt": "The sea", "max_tokens": 3}, headers=headers)
+
+    plain = ask()
+    assert plain.headers["x-slo-gap-ms"] == "2000"
+    assert float(plain.headers["x-slo-ttft-ms"]) == pytest.approx(20000, rel=0.01)
+    own = ask(**{"x-slo-gap-ms": "3000", "x-slo-ttft-ms": "30000"})
+    assert (own.headers["x-slo-gap-ms"], own.headers["x-slo-ttft-ms"]) == ("3000", "30000")
+    raised = ask(**{"x-slo-tpot-ms": "1"})
+    assert raised.headers["x-slo-gap-ms"] == "1000"
+    assert raised.json()["metrics"]["gap_target_ms"] == 1000
+    batch = promising.post(TEXT, {"prompt": "The sea", "max_tokens": 3, "service_tier": "flex"})
+    assert "x-slo-gap-ms" not in batch.headers
+    assert batch.json()["metrics"]["gap_target_ms"] is None
+    both = promising.post(TEXT, {"prompt": "x", "service_tier": "flex"}, headers={"x-slo-gap-ms": "50"})
+    assert both.status_code == 400
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction(promising: RunningServer) -> None:
+    answer = promising.post(TEXT, {"prompt": "word " * 6000, "max_tokens": 1}, headers={"x-slo-ttft-ms": "1"})
+    assert answer.status_code == 503
+    error = answer.json()["error"]
+    assert error["code"] == "deadline"
+    assert error["predicted_ttft_ms"] > error["ttft_target_ms"] == 1
+    assert int(answer.headers["retry-after"]) >= 1
+    assert promising.metric('weft_requests_refused_total{reason="deadline"}') == 1
+
+
+def test_an_impatient_client_changes_nobodys_latency(promising: RunningServer) -> None:
+    """One that asks for a gap of 1 ms gets the least that the server grants, and the others' gaps stay as they were."""
+
+    async def median_gap(client: httpx.AsyncClient, impatient: bool) -> float:
+        async def read(headers: dict[str, str], times: list[float]) -> None:
+            body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
+            async with client.stream("POST", TEXT, json=body, headers=headers) as answer:
+                assert answer.status_code == 200
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        times.append(time.perf_counter())
+
+        others: list[list[float]] = [[] for _ in range(8)]
+        greedy = {"x-slo-gap-ms": "1"} if impatient else {}
+        await asyncio.gather(*(read({}, times) for times in others), read(greedy, []))
+        return statistics.median(b - a for times in others for a, b in pairwise(times))
+
+    async def scenario() -> list[tuple[float, float]]:
+        async with httpx.AsyncClient(base_url=promising.url, timeout=60) as client:
+            return [(await median_gap(client, False), await median_gap(client, True)) for _ in range(3)]
+
+    found = asyncio.run(scenario())
+    assert min(greedy / plain for plain, greedy in found) < 1.5  # a ratio within one run, the best of three
+
+
+def test_metrics_have_both_names(promising: RunningServer) -> None:
+    promising.post(TEXT, {"prompt": "The sea", "max_tokens": 5})
+    text = promising.http.get("/metrics").text
+    for name in ("weft_ttft_seconds_bucket", "vllm:time_to_first_token_seconds_bucket", "vllm:kv_cache_usage_perc"):
+        assert name in text
+    assert promising.metric('vllm:num_requests_running{engine="0",model_name="weft-default"}') == 0
+    info = promising.get("/server_info")
+    assert info["engine"]["gap_target"] == 2.0
+    json.dumps(info)

@@ -1,0 +1,290 @@
+"""The OpenAI SDK against a real server process: what users' clients do."""
+
+import json
+import math
+from typing import Literal
+
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+from tests.serve.running import RunningServer
+
+MODEL = "weft-default"
+HELLO = [{"role": "user", "content": "A latte with oat milk, please."}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "pattern": "^[A-Z][a-z]{2,9}$"},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def test_models(client: OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == MODEL
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError) as found:
+        client.models.retrieve("gpt-5")
+    assert found.value.code == "model_not_found"
+
+
+def test_chat(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0, max_completion_tokens=12)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason in ("stop", "length")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 12
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_streamed_chat_is_the_same_as_the_whole(client: OpenAI) -> None:
+    wish = {"model": MODEL, "messages": HELLO, "max_tokens": 24, "seed": 7, "temperature": 1.0}
+    whole = client.chat.completions.create(**wish)
+    chunks = list(client.chat.completions.create(**wish, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+    )
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_last_chunk_tells_the_times(client: OpenAI) -> None:
+    stream = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=8, stream=True)
+    last = list(stream)[-1].model_extra["metrics"]
+    assert last["ttft_ms"] >= last["queue_ms"] >= 0
+    assert last["largest_gap_ms"] > 0
+    assert last["decode_ms"] > 0
+    assert last["cached_tokens"] % 16 == 0
+
+
+def test_completion_of_several_prompts(client: OpenAI) -> None:
+    prompts = ["The old house", "At noon the ship"]
+    answer = client.completions.create(model=MODEL, prompt=prompts, max_tokens=6, temperature=0, n=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    texts = [choice.text for choice in answer.choices]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+    alone = client.completions.create(model=MODEL, prompt=prompts[1], max_tokens=6, temperature=0)
+    assert alone.choices[0].text == texts[2]
+
+
+def test_n_choices_streamed_side_by_side(client: OpenAI) -> None:
+    wish = {"model": MODEL, "prompt": "The door", "max_tokens": 12, "n": 3, "seed": 1, "temperature": 1.0}
+    whole = [choice.text for choice in client.completions.create(**wish).choices]
+    assert len(set(whole)) == 3
+    texts = ["", "", ""]
+    for chunk in client.completions.create(**wish, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == whole
+
+
+def test_seed(client: OpenAI) -> None:
+    def text(seed: int) -> str:
+        wish = {"model": MODEL, "prompt": "Far away", "max_tokens": 16, "temperature": 1.0}
+        return client.completions.create(**wish, seed=seed).choices[0].text
+
+    assert text(5) == text(5)
+    assert len({text(seed) for seed in range(4)}) > 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop(client: OpenAI, stream: bool) -> None:
+    def text(**more: object) -> tuple[str, str | None]:
+        wish = {"model": MODEL, "prompt": "Once upon a time there was", "max_tokens": 40, "temperature": 0}
+        answer = client.completions.create(**wish, **more, stream=stream)
+        if not stream:
+            return answer.choices[0].text, answer.choices[0].finish_reason
+        pieces = [chunk.choices[0] for chunk in answer]
+        return "".join(piece.text for piece in pieces), pieces[-1].finish_reason
+
+    full, _ = text()
+    word = full.split()[4]
+    cut, reason = text(stop=[word])
+    assert (cut, reason) == (full[: full.index(word)], "stop")
+    kept, _ = text(stop=word, extra_body={"include_stop_str_in_output": True})
+    assert kept == full[: full.index(word)] + word
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_logprobs(client: OpenAI, stream: bool) -> None:
+    wish = {"model": MODEL, "messages": HELLO, "max_tokens": 6, "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    answer = client.chat.completions.create(**wish, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    found = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    text = "".join(choice.delta.content or "" for choice in choices) if stream else choices[0].message.content
+    spelled = b"".join(bytes(entry.bytes) for entry in found).decode()
+    assert spelled.startswith(text)
+    for entry in found:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == max(top.logprob for top in entry.top_logprobs)
+        assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1.001
+
+
+def test_completion_logprobs_and_echo(client: OpenAI) -> None:
+    wish = {"model": MODEL, "prompt": "The old house", "temperature": 0, "logprobs": 2, "echo": True}
+    (choice,) = client.completions.create(**wish, max_tokens=4).choices
+    found = choice.logprobs
+    assert choice.text.startswith("The old house")
+    assert "".join(found.tokens) == choice.text
+    assert found.token_logprobs[0] is None
+    assert all(value <= 0 for value in found.token_logprobs[1:])
+    assert [choice.text[at:][: len(token)] for at, token in zip(found.text_offset, found.tokens, strict=True)] == (
+        found.tokens
+    )
+    (scored,) = client.completions.create(**wish, max_tokens=0).choices
+    assert scored.text == "The old house"
+    assert scored.logprobs.token_logprobs == found.token_logprobs[: len(scored.logprobs.tokens)]
+    chunks = list(client.completions.create(**wish, max_tokens=4, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    streamed = [token for chunk in chunks if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.tokens]
+    assert streamed == found.tokens
+
+
+def test_best_of(client: OpenAI) -> None:
+    wish = {"model": MODEL, "prompt": "The sea", "max_tokens": 8, "seed": 3, "temperature": 1.0, "logprobs": 0}
+    every = client.completions.create(**wish, n=4).choices
+    best = client.completions.create(**wish, n=1, best_of=4).choices
+    mean = [sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in every]
+    assert [choice.text for choice in best] == [every[mean.index(max(mean))].text]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_tools(client: OpenAI, stream: bool, choice: object) -> None:
+    wish = {"model": MODEL, "messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 200, "seed": 2}
+    answer = client.chat.completions.create(**wish, stream=stream, parallel_tool_calls=False)
+    if stream:
+        pieces = [call for chunk in answer for call in chunk.choices[0].delta.tool_calls or []]
+        name = pieces[0].function.name
+        assert pieces[0].id
+        arguments = "".join(piece.function.arguments or "" for piece in pieces)
+    else:
+        (call,) = answer.choices[0].message.tool_calls
+        name, arguments = call.function.name, call.function.arguments
+        assert call.id
+        assert answer.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
+    assert name == "get_weather"
+    assert set(json.loads(arguments)) == {"city", "days"}
+
+
+def test_tools_in_auto_mode_leave_text_alone(client: OpenAI) -> None:
+    wish = {"model": MODEL, "messages": HELLO, "max_tokens": 12, "temperature": 0}
+    plain = client.chat.completions.create(**wish)
+    offered = client.chat.completions.create(**wish, tools=[WEATHER], tool_choice="none")
+    assert offered.choices[0].message.content == plain.choices[0].message.content
+
+
+class Order(BaseModel):
+    drink: Literal["latte", "tea"]
+    shots: int = Field(ge=1, le=4)
+
+
+def test_parse_with_a_schema(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=HELLO, response_format=Order, max_tokens=400, temperature=0
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert isinstance(answer.choices[0].message.parsed, Order)
+
+
+def test_json_object_regex_and_choice(client: OpenAI, server: RunningServer) -> None:
+    def text(**more: object) -> str:
+        answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=300, seed=1, **more)
+        return answer.choices[0].message.content or ""
+
+    # So small a model would write JSON for ever; a liking for the end shows what it is held to.
+    (brace,) = server.post("/tokenize", {"prompt": "}", "add_special_tokens": False}).json()["tokens"]
+    assert json.loads(text(response_format={"type": "json_object"}, logit_bias={str(brace): 100})) == {}
+    assert text(extra_body={"structured_outputs": {"regex": "[a-f]{4}-[0-9]{2}"}})[4] == "-"
+    assert text(extra_body={"structured_outputs": {"choice": ["tea", "coffee"]}}) in ("tea", "coffee")
+    assert text(extra_body={"guided_choice": ["tea", "coffee"]}) in ("tea", "coffee")
+
+
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 10**12}, "max_tokens"),
+        ({"max_tokens": 16384}, "max_tokens"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}}, None),
+        ({"extra_body": {"structured_outputs": {"regex": "(["}}}, None),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_bad_requests(client: OpenAI, wish: dict, param: str | None) -> None:
+    with pytest.raises(openai.BadRequestError) as found:
+        client.chat.completions.create(model=MODEL, messages=HELLO, **wish)
+    assert found.value.body["message"]
+    if param is not None:
+        assert found.value.param == param
+
+
+def test_responses(client: OpenAI) -> None:
+    wish = {"model": MODEL, "input": "A latte with oat milk, please.", "max_output_tokens": 12, "temperature": 0}
+    whole = client.responses.create(**wish)
+    chat = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=12, temperature=0)
+    assert whole.output_text == chat.choices[0].message.content
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == chat.usage.completion_tokens
+    events = list(client.responses.create(**wish, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    last = events[-1]
+    assert last.type == f"response.{whole.status}"
+    assert last.response.output_text == whole.output_text
+    assert [item.type for item in last.response.output] == ["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_with_tools(client: OpenAI, stream: bool) -> None:
+    tool = {"type": "function", **WEATHER["function"], "strict": True}
+    talk = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Rome", "days": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"role": "user", "content": "And tomorrow?"},
+    ]
+    wish = {"model": MODEL, "input": talk, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    answer = client.responses.create(**wish, max_output_tokens=200, stream=stream)
+    if stream:
+        events = list(answer)
+        pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        (call,) = events[-1].response.output
+        assert "".join(pieces) == call.arguments
+    else:
+        (call,) = answer.output
+    assert (call.type, call.name) == ("function_call", "get_weather")
+    assert set(json.loads(call.arguments)) == {"city", "days"}
+
+
+def test_responses_parse(client: OpenAI) -> None:
+    answer = client.responses.parse(
+        model=MODEL, input="Order?", text_format=Order, max_output_tokens=300, temperature=0
+    )
+    assert isinstance(answer.output_parsed, Order)

@@ -1,0 +1,54 @@
+"""schemathesis reads /openapi.json and sends what it allows, and what it does not: no crash, no hang, no 422."""
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.generation import GenerationMode
+
+from tests.serve.running import RunningServer
+
+EXAMPLES = 30  # for each operation, of valid and of broken requests
+PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+    "/v1/models",
+    "/health",
+)
+PATHS += ("/metrics", "/ready", "/version", "/load", "/server_info", "/reset_prefix_cache")
+COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n", "best_of")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_every_operation(server: RunningServer, path: str, mode: GenerationMode) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    (operation,) = [found.ok() for found in schema.get_all_operations() if found.ok().path == path]
+    if mode is GenerationMode.NEGATIVE and not operation.body:
+        pytest.skip("nothing can be wrong with a request without a body")
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict):  # a valid request may ask for all that the model can write: not in a test
+            for name in COUNTS:
+                if isinstance(case.body.get(name), int) and case.body[name] > 8:
+                    case.body[name] = 8
+            if "messages" in case.body and case.body.get("max_completion_tokens") is None:
+                case.body["max_tokens"] = case.body.get("max_tokens") or 8
+            if "input" in case.body:
+                case.body["max_output_tokens"] = case.body.get("max_output_tokens") or 8
+        answer = case.call(timeout=60)
+        assert answer.status_code in (200, 400, 404, 405, 413, 503), answer.text
+        if answer.status_code == 503:
+            assert "retry-after" in answer.headers
+        if answer.status_code >= 400:
+            assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}
+
+    check()
+
+
+def test_all_operations_are_named_here(server: RunningServer) -> None:
+    assert set(server.get("/openapi.json")["paths"]) == {*PATHS, "/openapi.json"}
