@@ -385,7 +385,7 @@ def _metrics(stream: Stream) -> Metrics:
         ttft=first - request.arrival,
         cached_tokens=request.cached_tokens,
         preemptions=request.preemptions,
-        gap_target=_finite(request.gap_target),
+        gap_target=_finite(min(request.gap_target, request.gap_wish)),
         ttft_target=_finite(request.ttft_target),
         predicted_ttft=_finite(request.predicted_ttft),
     )

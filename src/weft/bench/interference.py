@@ -1,13 +1,13 @@
 """Interference: what streams that decode notice of somebody else's long prompts, on any engine, real or virtual."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import Policy, StepRecord, chunked, monolithic
-from weft.engine.engine import Engine, Wishes
+from weft.engine.engine import Engine
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
 from weft.errors import EngineError
@@ -62,21 +62,24 @@ def measure(
     tokens of the long prompts that are done.
     """
     scheduler = engine.loop.scheduler
-    own, listener = scheduler.policy, engine.loop.on_record
+    own, listener, promises = scheduler.policy, engine.loop.on_record, engine.promises
     scheduler.policy = _policy(policy, engine)
     scene = _Scene(engine, np.random.default_rng(seed + 1))
     try:
         if target is None:
-            scene.open_streams(None)
+            scene.open_streams()
             target = TARGET * float(np.median(scene.quiet_gaps()))
             scene.clear()
-        scene.open_streams(target if policy == "slo" else None)
+        if policy == "slo" and promises is not None:
+            engine.promises = replace(promises, targets=replace(promises.targets, gap=target))
+        scene.open_streams()
         quiet = scene.quiet_gaps()
         gaps, times, prefill = scene.gaps_beside(prompt_tokens, progress)
         return Interference(policy, target, quiet, gaps, times, scene.prefill_steps, prefill)
     finally:
         scene.clear()
         engine.loop.on_record = listener
+        engine.promises = promises
         scheduler.policy = own
 
 
@@ -92,10 +95,10 @@ class _Scene:
         self.prefill_steps = 0
         self.prefill_tokens = 0
 
-    def open_streams(self, target: float | None) -> None:
+    def open_streams(self) -> None:
         for prompt in self.prompts:
             room = self.engine.max_model_len - STREAM_PROMPT
-            stream = self._open(prompt, room, None if target is None else target * 1000)
+            stream = self._open(prompt, room)
             self.last[stream] = float("nan")
         while any(np.isnan(time) for time in self.last.values()):
             self._step()
@@ -110,7 +113,7 @@ class _Scene:
         began = self.loop.clock()
         self.loop.on_record = self._note
         words = self.random.integers(0, self.engine.vocab_size, (PROMPTS, prompt_tokens)).tolist()
-        prompts = [self._open(prompt, 1, None) for prompt in words]
+        prompts = [self._open(prompt, 1) for prompt in words]
         found: list[tuple[float, float]] = []
         while not all(stream.request.finish_reason for stream in prompts):
             found += self._step()
@@ -130,9 +133,9 @@ class _Scene:
         self.loop.drain()
         self.last.clear()
 
-    def _open(self, prompt: list[int], max_tokens: int, gap_ms: float | None) -> Stream:
+    def _open(self, prompt: list[int], max_tokens: int) -> Stream:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        (stream,) = self.engine.open_streams(prompt, params, wishes=Wishes(gap_target_ms=gap_ms))
+        (stream,) = self.engine.open_streams(prompt, params)
         self.loop.add(stream)
         return stream
 

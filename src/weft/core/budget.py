@@ -7,6 +7,7 @@ from weft.core.cost import CostModel, StepShape, with_slice
 
 IDLE_STEP = 0.25  # seconds a step may take where nobody decodes, so that a newcomer never waits behind an enormous one
 LEAST_SLICE = 16  # tokens
+HARMLESS = 0.95  # of the pace of prefill: what is left of it if a wish for a smaller gap is to be granted
 BATCH_SHARE = 0.5  # of the tightest gap: most that a decode step may take for the batch class to be in it
 
 
@@ -18,6 +19,7 @@ class StepLoad(NamedTuple):
     gap: float  # seconds; the tightest gap target among them, infinite where there is none
     longest: int = 0  # tokens that the one of them with most to write may still write
     crowded: bool = False  # whether batch requests, which are not counted here, decode beside them
+    wish: float = math.inf  # seconds; the tightest gap that one of them wishes for beyond what all are promised
 
 
 class Budget(Protocol):
@@ -95,8 +97,17 @@ class UpToTheGap:
 
     def budget(self, load: StepLoad) -> Budget:
         tokens = self.tokens - load.shape.decodes
-        seconds = self.step(self.cost, 0, 0, load.gap, 0)
-        return TimeBudget(self.cost, load.shape, seconds, tokens, load.gap)
+        gap = load.wish if self._is_harmless(load) else load.gap
+        seconds = self.step(self.cost, 0, 0, gap, 0)
+        return TimeBudget(self.cost, load.shape, seconds, tokens, gap)
+
+    def _is_harmless(self, load: StepLoad) -> bool:
+        """Whether prompts get on nearly as fast with the gap that is wished for as with the one that is promised."""
+        if load.wish >= load.gap:
+            return False
+        decodes, context = load.shape.decodes, load.shape.context
+        pace = self.pace(self.cost, decodes, context, load.gap, 0)
+        return self.pace(self.cost, decodes, context, load.wish, 0) >= HARMLESS * pace
 
     def step(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
         return IDLE_STEP if gap == math.inf else gap / cost.margin

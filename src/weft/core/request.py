@@ -30,6 +30,7 @@ class Request:
     batch: bool = False  # makes no promise and fills the slack behind everybody else
     ttft_target: float = math.inf  # seconds from arrival to the first token
     gap_target: float = math.inf  # seconds between tokens
+    gap_wish: float = math.inf  # less than the target: given as far as it costs the others next to nothing
     reuse_prefix: bool = True  # False: compute every token, even where the cache has it (prompt logprobs)
     hashes: list[Hashable] = field(default_factory=list)  # chained, one per full block of tokens with known values
 
@@ -59,6 +60,10 @@ class Request:
     def limit(self) -> int:
         """Tokens it has when it has all: prompt and the most that may be sampled."""
         return self.prompt_tokens + self.max_tokens
+
+    @property
+    def wishes_more(self) -> bool:
+        return self.gap_wish < self.gap_target
 
     @property
     def due(self) -> float:

@@ -65,6 +65,7 @@ class Scheduler:
         self.queue = Queue()
         self.running: set[Request] = set()
         self._classes: Counter[tuple[bool, int]] = Counter()  # how many run of each class
+        self._wishing = 0  # how many run that wish for a smaller gap than they are promised
         self._prefilling: list[Request] = []  # of those running, the ones with prompt left to plan
         self._leaving: list[Request] = []  # gave up their seat; their slot is still named by a plan
         self._last_predicted = 0.0  # seconds of the last plan
@@ -237,7 +238,7 @@ class Scheduler:
 
         Returns what bounded them.
         """
-        budget = self.policy.allowance.budget(load)
+        budget = self._budget(load)
         if not self._prefilling and not self.queue:
             return budget.reason
         turns = Turns(self._prefilling, self.queue, self.policy.order.overtakes, load.start)
@@ -248,7 +249,7 @@ class Scheduler:
                     continue
                 if self._draft.preemptions > victims and not self._draft.prefills:
                     load = self._load(self._still_decoding(), load.start)  # those who made room ask for nothing now
-                    budget = self.policy.allowance.budget(load)
+                    budget = self._budget(load)
             turns.served(request)
             if not self._plan_prefill(request, budget):
                 if budget.room(0, 1) < 1:
@@ -258,6 +259,11 @@ class Scheduler:
             if request.first_token is None and self.slots.planned[request.slot] == self.slots.known[request.slot]:
                 budget.tighten(request.due - load.start)
         return budget.reason
+
+    def _budget(self, load: StepLoad) -> Budget:
+        if self._wishing:
+            load = load._replace(wish=float(self.slots.gap_wish[self._still_decoding()].min(initial=math.inf)))
+        return self.policy.allowance.budget(load)
 
     def _admit(self, request: Request, budget: Budget, load: StepLoad, turns: Turns) -> bool:
         """Seats a waiting request if there is room for it.
@@ -577,6 +583,7 @@ class Scheduler:
         account = _account(request)
         account.seats += 1
         self._classes[request.age_key[:2]] += 1
+        self._wishing += request.wishes_more
         if request.tag is None:  # the whole prompt is charged at once, and only once
             request.tag = account.service
             account.charge(INPUT_WEIGHT * (request.known - request.expected_hits))
@@ -593,6 +600,7 @@ class Scheduler:
         account = _account(request)
         account.seats -= 1
         self._classes[request.age_key[:2]] -= 1
+        self._wishing -= request.wishes_more
         account.blocks -= len(request.blocks)
         self.pool.release(request.blocks, keep=self.cache.named)
         request.blocks = []

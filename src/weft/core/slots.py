@@ -22,6 +22,7 @@ class Slots:
         self.computed = np.zeros(size, np.int64)  # tokens whose step was committed
         self.limit = np.zeros(size, np.int64)
         self.gap_target = np.full(size, np.inf)  # seconds between its tokens
+        self.gap_wish = np.full(size, np.inf)
         self.batch = np.zeros(size, np.bool_)
         self.capacity = np.zeros(size, np.int64)  # tokens that fit into the blocks it holds
         self.decoding = np.zeros(size, np.bool_)  # seated, and its next input is its own last sample
@@ -40,6 +41,7 @@ class Slots:
         self.known[slot] = request.known
         self.limit[slot] = request.limit
         self.gap_target[slot] = request.gap_target
+        self.gap_wish[slot] = request.gap_wish
         self.batch[slot] = request.batch
         self.planned[slot] = self.computed[slot] = self.capacity[slot] = 0
         return slot

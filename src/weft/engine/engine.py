@@ -1,6 +1,7 @@
 """Engine: a loop together with the model's facts that a request is checked against, and what it promises."""
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -120,7 +121,10 @@ class Engine:
         targets = self.promises.targets
         gap = targets.gap if gap_ms is None else gap_ms / 1000
         ttft = targets.first_token(prompt_tokens) if ttft_ms is None else ttft_ms / 1000
-        return Standing(priority, tenant, precedence, batch, ttft, max(gap, self.promises.min_gap))
+        gap = max(gap, self.promises.min_gap)
+        # What all are promised comes first: one that asks for more must not slow the others down by it.
+        firm = max(gap, targets.gap)
+        return Standing(priority, tenant, precedence, batch, ttft, firm, gap if gap < firm else math.inf)
 
     def _grammars(self, params: SamplingParams) -> Sequence[Grammar | None]:
         """One for each of the n completions."""

@@ -24,6 +24,7 @@ class Standing(NamedTuple):
     batch: bool = False  # promised nothing; fills the slack behind everybody else
     ttft_target: float = math.inf
     gap_target: float = math.inf
+    gap_wish: float = math.inf  # a smaller one, given as far as it costs the others next to nothing
 
 
 @dataclass(slots=True, eq=False)
