@@ -307,3 +307,13 @@ def test_an_idle_engine_takes_a_prompt_of_any_length() -> None:
     scheduler.add(Request("long", prompt_tokens=300, max_tokens=1))
     with pytest.raises(QueueFullError):
         scheduler.add(Request("short", prompt_tokens=1, max_tokens=1))
+
+
+def test_an_idle_engine_refuses_nobody_for_the_noise_of_the_past() -> None:
+    """Who serves nobody learns nothing: with a margin that leaves no room at all it would refuse everybody for ever."""
+    loop = slo_loop()
+    assert loop.scheduler.policy.cost is not None
+    loop.scheduler.policy.cost.decode.spread = loop.scheduler.policy.cost.prefill.spread = 2.0
+    stream = add(loop, "first", 8, 4, gap_target=20.0, ttft_target=5000.0)
+    run(loop)
+    assert stream.request.finish_reason == "length"

@@ -84,7 +84,8 @@ def test_an_idle_server_shows_every_metric(metrics: ServerMetrics) -> None:
     request_generation_tokens request_params_n request_params_max_tokens time_to_first_token_seconds
     inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
     request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
-    cache_config_info request_prefill_kv_computed_tokens"""
+    cache_config_info request_prefill_kv_computed_tokens request_max_num_generation_tokens
+    time_per_output_token_seconds gpu_cache_usage_perc"""
     assert {name.removeprefix("vllm:") for name in names if name.startswith("vllm:")} == set(expected.split())
     for sample in scrape.samples:
         assert VLLM.items() <= sample.labels.items() if sample.name.startswith("vllm:") else sample.name[:5] == "weft_"

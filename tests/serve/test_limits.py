@@ -20,7 +20,10 @@ SMALL = ("--max-num-seqs", "64", "--kv-cache-memory-bytes", "128MiB")
 def guarded() -> Iterator[RunningServer]:
     keys = ("--api-key", "alpha", "--api-key", "beta")
     limits = ("--max-concurrent-requests", "4", "--requests-per-minute", "40")
-    server = RunningServer(*SMALL, *keys, *limits, "--policy", "chunked", "--served-model-name", "a", "b")
+    origin = ("--allowed-origins", "https://chat.example.org")
+    foreign = ("--tensor_parallel_size=1", "--trust-remote-code", "--disable-log-requests", "--max-model-len", "4k")
+    names = ("--served-model-name", "a", "b")
+    server = RunningServer(*SMALL, *keys, *limits, *origin, *foreign, "--policy", "chunked", *names)
     server.http.headers["authorization"] = "Bearer alpha"
     yield server
     server.kill()
@@ -179,3 +182,28 @@ def test_metrics_have_both_names(promising: RunningServer) -> None:
     info = promising.get("/server_info")
     assert info["engine"]["gap_target"] == 2.0
     json.dumps(info)
+
+
+def test_command_lines_of_vllm_are_understood(guarded: RunningServer) -> None:
+    assert guarded.get("/server_info")["engine"]["max_model_len"] == 4000
+    assert "--trust-remote-code has no meaning here and is ignored" in guarded.log
+    with pytest.raises(RuntimeError, match="2 is not supported here, only 1"):
+        RunningServer("--tensor-parallel-size", "2")
+
+
+def test_browsers_are_answered_where_they_may_ask(guarded: RunningServer) -> None:
+    with httpx.Client(base_url=guarded.url) as client:
+        ours = {"origin": "https://chat.example.org", "access-control-request-method": "POST"}
+        preflight = client.options(TEXT, headers=ours)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://chat.example.org"
+        assert client.get("/health", headers=ours).headers["access-control-allow-origin"] == "https://chat.example.org"
+        theirs = {"origin": "https://evil.example.org"}
+        assert client.options(TEXT, headers=theirs).status_code == 401
+        assert "access-control-allow-origin" not in client.get("/health", headers=theirs).headers
+
+
+def test_every_answer_has_an_id(guarded: RunningServer) -> None:
+    given = guarded.post(TEXT, {"prompt": "x", "max_tokens": 1}, headers={"x-request-id": "mine"})
+    assert given.headers["x-request-id"] == "mine"
+    assert guarded.post(TEXT, {}).headers["x-request-id"]

@@ -288,3 +288,30 @@ def test_responses_parse(client: OpenAI) -> None:
         model=MODEL, input="Order?", text_format=Order, max_output_tokens=300, temperature=0
     )
     assert isinstance(answer.output_parsed, Order)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_are_cut_off_leave_no_text(client: OpenAI, stream: bool) -> None:
+    wish = {"model": MODEL, "messages": HELLO, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 3}
+    answer = client.chat.completions.create(**wish, stream=stream)
+    texts = [chunk.choices[0].delta.content for chunk in answer] if stream else [answer.choices[0].message.content]
+    assert not any(texts)
+
+
+def test_tools_may_have_schemas_that_cannot_be_kept_to(client: OpenAI) -> None:
+    fields = {"tags": {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b"]}, "maxItems": 2}}
+    tool = {"type": "function", "function": {"name": "tag", "parameters": {"type": "object", "properties": fields}}}
+    wish = {"model": MODEL, "messages": HELLO, "tools": [tool], "max_tokens": 100, "seed": 1}
+    for choice in ("required", {"type": "function", "function": {"name": "tag"}}):
+        assert client.chat.completions.create(**wish, tool_choice=choice).choices[0].message.tool_calls
+
+
+def test_numbers_may_be_written_as_text(client: OpenAI) -> None:
+    wish = {"max_tokens": "3", "temperature": "0", "stream": "false", "ignore_eos": 1}
+    answer = client.completions.create(model=MODEL, prompt="The", extra_body=wish)
+    assert answer.usage.completion_tokens == 3
+
+
+def test_a_truncated_prompt(client: OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="word " * 100, extra_body={"truncate_prompt_tokens": 7})
+    assert answer.usage.prompt_tokens == 7

@@ -11,6 +11,15 @@ from weft.errors import WeftError
 COMMANDS = (serve, chat, generate, calibrate, simulate, sweep, bench)
 
 
+def _with_dashes(arguments: Sequence[str]) -> list[str]:
+    """--max_model_len is --max-model-len, as users of vLLM are used to."""
+    return [
+        name.replace("_", "-") + equals + value if name.startswith("--") else argument
+        for argument in arguments
+        for name, equals, value in [argument.partition("=")]
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="weft", description="Language models whose token streams do not stutter when a long prompt arrives."
@@ -19,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.register(commands)
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args(_with_dashes(sys.argv[1:] if arguments is None else arguments))
     try:
         return int(chosen.run(chosen))
     except WeftError as error:

@@ -21,7 +21,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--dtype", default="auto", help="auto (the checkpoint's), float32, float16 or bfloat16 (default: auto)")
     add("--device", default="auto", help="auto (cuda where there is one), cpu or cuda (default: auto)")
-    add("--max-model-len", type=int, metavar="N", help="most tokens of a prompt with its output (default: the model's)")
+    add(
+        "--max-model-len",
+        type=_tokens,
+        metavar="N",
+        help="most tokens of a prompt with its output (default: the model's)",
+    )
     add("--max-num-seqs", type=int, metavar="N", default=256, help="requests that run at once (default: 256)")
     add("--max-num-batched-tokens", type=int, metavar="N", default=2048, help="tokens a step may carry (default: 2048)")
     add("--block-size", type=int, metavar="N", default=16, help="tokens in a block of the KV cache (default: 16)")
@@ -103,6 +108,17 @@ def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | No
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     return replace(defaults or SamplingParams(), **given)
+
+
+def _tokens(text: str) -> int | None:
+    """A number of tokens, also as 32k (32,000) or 32K (32,768) as in vLLM; auto leaves it to the model."""
+    if text in ("auto", "-1"):
+        return None
+    unit = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}.get(text[-1:], 1)
+    try:
+        return int(float(text[:-1]) * unit) if unit > 1 else int(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens: write 32768, 32k or auto") from None
 
 
 def _size(text: str) -> int:

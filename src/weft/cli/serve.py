@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -48,8 +49,17 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         action="append",
         default=[],
         metavar="KEY",
-        help="who does not send it is turned away; may be given several times, each key is a tenant (default: none)",
+        help="who does not send one is turned away; may be given several times, each key is a tenant (default: none)",
     )
+    add(
+        "--allowed-origins",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a web page that may ask from a browser, as https://chat.example.org, or * for all; may be given several "
+        "times (default: none)",
+    )
+    add("--chat-template", metavar="FILE", help="Jinja template instead of the model's own; a file, or the text itself")
     add(
         "--share-prefix-cache",
         action="store_true",
@@ -83,6 +93,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         help="send OpenTelemetry spans there, as http://localhost:4318 (needs weft[otel]; default: nowhere)",
     )
     _promises_of_a_server(parser)
+    _add_foreign(parser)
     parser.set_defaults(run=run, parser=parser)
     read_environment(parser, os.environ)
 
@@ -93,8 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     names = {field.name for field in fields(ServeOptions)}
     given = {name: value for name, value in vars(arguments).items() if name in names}
-    for name in ("served_model_name", "api_key"):
+    for name in ("served_model_name", "api_key", "allowed_origins"):
         given[name] = tuple(given[name])
+    for option, value in arguments.foreign or ():
+        print(f"weft: {option} {value}".rstrip() + " has no meaning here and is ignored", file=sys.stderr)
     options = engine_options(arguments)
     if arguments.policy != "slo":  # what nobody asked for is no contradiction
         defaults = {action.dest: action.default for action in arguments.parser._actions}
@@ -102,6 +115,48 @@ def run(arguments: argparse.Namespace) -> int:
             if options[name] == defaults[name]:
                 options[name] = 0.0 if name.endswith("per_1k_ms") else None
     return serve(ServeOptions(**given), EngineOptions.of(**options, seed=arguments.seed))
+
+
+# Options of vLLM that many command lines have, and that are always so here or have nothing to act on: those without a
+# value, those with any, and those with the one value that is true here.
+FLAGS = (
+    *("trust-remote-code", "enable-auto-tool-choice", "enable-chunked-prefill", "no-enable-chunked-prefill"),
+    *("enable-reasoning", "enforce-eager", "disable-log-requests", "enable-log-requests", "no-enable-log-requests"),
+    *("disable-log-stats", "disable-uvicorn-access-log", "async-scheduling", "enable-prompt-tokens-details"),
+    *("enable-server-load-tracking", "enable-request-id-headers", "disable-frontend-multiprocessing"),
+    *("disable-fastapi-docs", "use-tqdm-on-load", "enable-force-include-usage"),
+)
+VALUES = (
+    *("uvicorn-log-level", "max-log-len", "swap-space", "distributed-executor-backend", "guided-decoding-backend"),
+    *("compilation-config", "max-seq-len-to-capture", "download-dir", "seed-everything", "scheduling-policy"),
+    *("limit-mm-per-prompt", "structured-outputs-config", "max-parallel-loading-workers", "stream-interval"),
+)
+ONLY = {
+    **dict.fromkeys(("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "api-server-count"), "1"),
+    **dict.fromkeys(("cpu-offload-gb", "max-cpu-loras"), "0"),
+    **dict.fromkeys(("kv-cache-dtype", "tokenizer-mode", "generation-config", "config-format"), "auto"),
+    **dict.fromkeys(("runner", "task"), "generate"),
+    "response-role": "assistant",
+}
+SHORT = {"tensor-parallel-size": "-tp", "pipeline-parallel-size": "-pp", "data-parallel-size": "-dp"}
+
+
+class _Foreign(argparse.Action):
+    """Notes an option that has no meaning here; refuses a value that would have one."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        only = ONLY.get(self.dest.removeprefix("foreign-"))
+        if only is not None and values != only:
+            parser.error(f"argument {option_string}: {values} is not supported here, only {only}")
+        namespace.foreign = [*(namespace.foreign or ()), (option_string, values or "")]
+
+
+def _add_foreign(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(foreign=None)
+    for name in (*FLAGS, *VALUES, *ONLY):
+        names = [f"--{name}", *([SHORT[name]] if name in SHORT else [])]
+        nargs = 0 if name in FLAGS else None
+        parser.add_argument(*names, dest=f"foreign-{name}", action=_Foreign, nargs=nargs, help=argparse.SUPPRESS)
 
 
 def _promises_of_a_server(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +186,7 @@ def read_environment(parser: argparse.ArgumentParser, environment: Mapping[str, 
     """Takes defaults from WEFT_... variables; what is wrong is said when the option is read."""
     for action in parser._actions:
         text = environment.get(PREFIX + action.dest.upper())
-        if text is None or not action.option_strings or action.dest == "help":
+        if text is None or not action.option_strings or action.dest == "help" or isinstance(action, _Foreign):
             continue
         action.default = _from_environment(PREFIX + action.dest.upper(), action, text)
 

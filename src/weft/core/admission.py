@@ -121,7 +121,7 @@ class _Walk:
 
     def __init__(self, cost: CostModel, allowance: Allowance, load: StepLoad) -> None:
         self.cost, self.allowance = cost, allowance
-        self.clock = load.start
+        self.start = self.clock = load.start
         self.decodes, self.context, self.gap = load.shape.decodes, float(load.shape.context), load.gap
         self.crowded = load.crowded
         # Who decodes now must have ended by then; until then none is assumed to.
@@ -141,7 +141,7 @@ class _Walk:
             self._drain()
         if not self._can(request, reach):
             return None
-        pace = self._pace(reach)
+        pace = self._pace(reach) or 1.0  # with nobody decoding it gets on even where a step takes too long
         self.step = self.allowance.step(self.cost, self.decodes, self.context, self.gap, reach)
         seconds = self.cost.coefficients.prefill_seconds(first, count) * self.cost.bias / pace
         self.clock += seconds
@@ -157,13 +157,15 @@ class _Walk:
 
         The step will be cut short for it if it must (see Budget.tighten), which costs the others one step more.
         """
-        end = self.clock + self.step
+        bias = self.cost.bias
+        end = self.clock + self.step * bias
         if end > request.due and self.allowance.cuts:
-            more = least_step(self.cost, self.decodes, self.context, self.reach)
+            more = least_step(self.cost, self.decodes, self.context, self.reach) * bias
             if busy < QUIET or more <= WORTH * seconds:
                 self.clock += more
                 end = self.clock
-        return end
+        # Errors of single steps add up as in a random walk: one spread of their sum is to spare.
+        return end + self.cost.prefill.spread * math.sqrt(self.step * max(0.0, end - self.start))
 
     def _pace(self, reach: int) -> float:
         pace = self.allowance.pace(self.cost, self.decodes, self.context, self.gap, reach)
@@ -171,6 +173,8 @@ class _Walk:
 
     def _can(self, request: Request, reach: int) -> bool:
         """Whether a prompt gets on at all, and may decode afterwards."""
+        if not self.decodes:
+            return True  # waiting would not make it any better; and who serves nobody learns nothing
         if self._pace(reach) <= 0:
             return False
         after = decodes_alone(self.decodes + 1, int(self.context + reach))

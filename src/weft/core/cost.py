@@ -124,7 +124,8 @@ class Drift:
     """
 
     MEMORY = 256  # steps over which it is averaged
-    PRIOR = 16  # steps that what was given at the start counts for
+    PRIOR = 16  # steps that the spread given at the start counts for
+    PRIOR_MEAN = 4  # the same for the centre: a bias is learnt before it can pass for spread
     WITHIN = 0.6827  # share of normal errors within one standard deviation
     SPREADS = 3.5  # above the centre: but for hiccups, only a few steps in ten thousand take longer
     LEAST = 1e-4  # spread from which it can still grow
@@ -132,7 +133,7 @@ class Drift:
     def __init__(self, mean: float, spread: float) -> None:
         self.mean = mean
         self.spread = spread
-        self._seen = self.PRIOR
+        self._seen = 0
 
     @property
     def bias(self) -> float:
@@ -147,9 +148,9 @@ class Drift:
     def observe(self, error: float) -> None:
         error -= self.mean
         self._seen = min(self._seen + 1, self.MEMORY)
-        weight = 1 / self._seen
         most = 2 * self.spread + 0.02
-        self.mean += weight * min(max(error, -most), most)
+        self.mean += min(max(error, -most), most) / min(self.PRIOR_MEAN + self._seen, self.MEMORY)
+        weight = 1 / min(self.PRIOR + self._seen, self.MEMORY)
         outside = abs(error) > max(self.spread, self.LEAST)
         if outside:
             self.spread = max(self.spread, self.LEAST) * math.exp(2 * weight * self.WITHIN)

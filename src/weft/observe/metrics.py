@@ -295,6 +295,7 @@ class ServerMetrics:
         page.gauge("vllm:num_requests_running", "Number of requests in model execution batches.", self._running)
         page.gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", self._waiting)
         page.gauge("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", used)
+        page.gauge("vllm:gpu_cache_usage_perc", "The same under its older name.", used)
         page.counter(
             "vllm:prefix_cache_queries_total",
             "Prefix cache queries, in terms of number of queried tokens.",
@@ -323,10 +324,17 @@ class ServerMetrics:
                 self._computed_lengths,
             ),
             ("request_generation_tokens", "Generated tokens of a request.", self._lengths, self._output_lengths),
+            (
+                "request_max_num_generation_tokens",
+                "Most generated tokens of a request.",
+                self._lengths,
+                self._output_lengths,
+            ),
             ("request_params_n", "The n request parameter.", VLLM_N, self._n),
             ("request_params_max_tokens", "The max_tokens request parameter.", self._lengths, self._max_tokens),
             ("time_to_first_token_seconds", "Time to first token in seconds.", VLLM_TTFT, self._ttft),
             ("inter_token_latency_seconds", "Inter-token latency in seconds.", VLLM_GAP, self._gap),
+            ("time_per_output_token_seconds", "The same under its older name.", VLLM_GAP, self._gap),
             (
                 "request_time_per_output_token_seconds",
                 "Mean time per output token of a request in seconds.",

@@ -52,6 +52,7 @@ class Server:
     def drain(self) -> None:
         """From now on new work is refused; `quiet` is set when the old is done."""
         self.draining = True
+        self.client.changed.set()
         if not self.active:
             self.quiet.set()
 
@@ -61,6 +62,7 @@ class Server:
         @asynccontextmanager
         async def lifespan(app: Any) -> Any:
             self.client.start()
+            await self._first_engine()
             yield
             await self.client.close()
             self.desk.texts.close()
@@ -69,7 +71,20 @@ class Server:
 
         # The router alone: Starlette's own middleware would turn errors into pages before the gate sees them.
         inner = Router(routes=routes, lifespan=lifespan, redirect_slashes=False)
-        return Gate(inner, Keys(self.options.api_key), self.metrics, [route.path for route in routes])
+        return Gate(
+            inner,
+            Keys(self.options.api_key),
+            self.metrics,
+            [route.path for route in routes],
+            self.options.allowed_origins,
+        )
+
+    async def _first_engine(self) -> None:
+        """Nobody is listened to before the model is loaded: who waits for an answer waits for the right thing."""
+        while self.client.facts is None and self.client.fatal is None and not self.draining:
+            await self.client.changed.wait()
+            self.client.changed.clear()
+        self.client.changed.set()
 
     def _table(self) -> list[tuple[str, str, Handler]]:
         return [
@@ -127,7 +142,7 @@ class Server:
             salt = "" if self.options.share_prefix_cache else tenant
             caller = Caller(tenant, salt, wanted(headers), arrival, new_request_id())
             call = await check(body, caller, facts)
-            call.headers.append((b"x-request-id", headers.get(b"x-request-id", caller.request_id.encode())[:128]))
+            call.headers.append((b"x-request-id", scope["request_id"]))
             self.metrics.started()
             exchange = await respond(call, self.client, self.metrics, receive, send)
             self._trace(exchange.done, call, body, scope)
@@ -168,8 +183,10 @@ class Server:
     def _check_queue(self) -> None:
         """Before anything is read: what the engine last said, and what was sent since."""
         most, load = self.engine_options.max_queued_requests, self.client.load
-        waiting = load.waiting + load.sent
-        if most is not None and waiting >= most and load.running + load.sent > self._facts().max_num_seqs:
+        if most is None:
+            return
+        waiting = load.waiting + max(0, load.sent - (self._facts().max_num_seqs - load.running))
+        if waiting >= most:
             message = f"{waiting} requests wait already, and {most} may (--max-queued-requests): try again later"
             raise ApiError(503, message, code="queue_full", retry_after=1)
 
@@ -187,7 +204,7 @@ class Server:
             raise of_json(error) from None
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
+        if name and name not in self.names:
             known = ", ".join(self.names)
             raise ApiError(
                 404,
@@ -213,7 +230,7 @@ class Server:
             "object": "model",
             "created": self.created,
             "owned_by": "weft",
-            "root": self.names[0],
+            "root": self.engine_options.model or str(self.desk.texts.path),
             "parent": None,
             "max_model_len": None if facts is None else facts.max_model_len,
         }

@@ -11,7 +11,7 @@ import numpy as np
 from weft.engine.engine import Wishes
 from weft.engine.params import SamplingParams, StructuredOutputs
 from weft.errors import RequestError
-from weft.serve.choices import Choice, ForcedCall
+from weft.serve.choices import Choice, ForcedCall, ForcedCalls
 from weft.serve.client import Prompt
 from weft.serve.errors import ApiError
 from weft.serve.fields import MOST_PROMPTS, MOST_STREAMS, ChatBody, CompletionBody, Json, Sampling, TokenizeBody, Wanted
@@ -62,6 +62,7 @@ class Desk:
         if not generates and not body.echo:
             raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1, or echo must be true")
         prompts = await self._read(body.prompt, body.add_special_tokens is not False, sampled, facts)
+        prompts = [_truncated(ids, body) for ids in prompts]
         describes = body.logprobs if body.echo else None  # also the prompt's tokens
         params = params_of(
             body,
@@ -111,6 +112,7 @@ class Desk:
         options: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             options.setdefault("reasoning_effort", body.reasoning_effort)
+            options.setdefault("enable_thinking", body.reasoning_effort != "none")
         continues = bool(body.continue_final_message)
         ids, end = await self.texts.encode_chat(
             body.messages,
@@ -123,12 +125,13 @@ class Desk:
                 "add_generation_prompt": body.add_generation_prompt is not False and not continues,
             },
         )
+        ids = _truncated(ids, body)
         special: dict[str, Any] = {"max_tokens": most, "logprobs": None}
         if body.logprobs:
             special["logprobs"] = body.top_logprobs or 0
         if (structure := tools.structure()) is not None:
-            if body.response_format and body.response_format.get("type") not in (None, "text"):
-                raise RequestError("tool_choice and response_format each ask for a structure: give one")
+            if params_of(body, self.defaults).structured_outputs is not None:
+                raise RequestError("tool_choice asks for a structure, and so does another field: give one")
             special["structured_outputs"] = structure
         params = params_of(body, self.defaults, **special)
         format = format or ChatFormat(
@@ -139,6 +142,7 @@ class Desk:
             token_ids=bool(body.return_token_ids),
             prompt=ids,
             prompt_logprobs=body.prompt_logprobs is not None,
+            reasoning=body.include_reasoning is not False,
         )
         choices = []
         for index in range(params.n):
@@ -152,8 +156,11 @@ class Desk:
     async def chat_ids(self, body: TokenizeBody) -> Ids:
         """What a chat with these messages would send to the model."""
         messages, options = body.messages or [], dict(body.chat_template_kwargs or {})
-        options.update(tools=body.tools, add_generation_prompt=body.add_generation_prompt is not False)
-        return (await self.texts.encode_chat(messages, _length(messages), **options))[0]
+        continues = bool(body.continue_final_message)
+        options.update(
+            tools=body.tools, add_generation_prompt=body.add_generation_prompt is not False and not continues
+        )
+        return (await self.texts.encode_chat(messages, _length(messages), continues=continues, **options))[0]
 
     async def _call(
         self,
@@ -265,7 +272,7 @@ class _Tools(NamedTuple):
     def structure(self) -> StructuredOutputs | None:
         """What the reply is held to where it must be a call."""
         if self.choice == "named":
-            return StructuredOutputs(json=self.schemas[0][1])
+            return StructuredOutputs(json={**self.schemas[0][1], **_GUIDANCE})
         if self.choice == "required":
             calls = [
                 {
@@ -278,22 +285,25 @@ class _Tools(NamedTuple):
             ]
             items = calls[0] if len(calls) == 1 else {"anyOf": calls}
             most = MOST_CALLS if self.parallel else 1
-            # White space is for people; nobody sees this.
-            compact = {"x-guidance": {"whitespace_flexible": False}}
-            return StructuredOutputs(json={"type": "array", "items": items, "minItems": 1, "maxItems": most, **compact})
+            return StructuredOutputs(
+                json={"type": "array", "items": items, "minItems": 1, "maxItems": most, **_GUIDANCE}
+            )
         return None
 
-    def parser(self, own: str | None) -> ToolParser | ForcedCall | None:
+    def parser(self, own: str | None) -> ToolParser | ForcedCall | ForcedCalls | None:
         """`own` is the format that the model writes calls in by itself."""
         if self.choice == "named":
             return ForcedCall(self.schemas[0][0])
         if self.choice == "required":
-            parser = make_tool_parser("mistral")  # its calls are a JSON list behind a marker, which we put there
-            parser.push("[TOOL_CALLS]")
-            return parser
+            return ForcedCalls()
         if self.choice == "auto" and self.schemas and own is not None:
             return make_tool_parser(own, [name for name, _ in self.schemas])
         return None
+
+
+# White space is for people, and nobody sees this. What a schema says that cannot be held to is left to the model: tools
+# come with all kinds of schemas, and few clients can change them.
+_GUIDANCE = {"x-guidance": {"whitespace_flexible": False, "lenient": True}}
 
 
 def _function(tool: Json) -> tuple[str, Json]:
@@ -325,6 +335,12 @@ def _promised(gap: float | None, ttft: float | None) -> list[tuple[bytes, bytes]
     return [(name, b"%g" % round(seconds * 1000, 3)) for name, seconds in found if seconds is not None]
 
 
+def _truncated(ids: Ids, body: Sampling) -> Ids:
+    """The end of a prompt, where that is what the client wants."""
+    most = body.truncate_prompt_tokens
+    return ids if most is None or most < 1 else ids[-most:]
+
+
 def _says_length(body: Sampling) -> bool:
     return body.max_tokens is not None or getattr(body, "max_completion_tokens", None) is not None
 
@@ -335,14 +351,14 @@ def _check_length(prompt_tokens: int, max_tokens: int | None, facts: Facts) -> N
 
 
 def _too_long(prompt_tokens: int, max_tokens: int | None, facts: Facts) -> ApiError:
-    wanted = (
-        f"{prompt_tokens} tokens" if max_tokens is None else f"{prompt_tokens} tokens and asks for {max_tokens} more"
-    )
+    alone = max_tokens is None or prompt_tokens >= facts.max_model_len
+    wanted = f"{prompt_tokens} tokens" if alone else f"{prompt_tokens} tokens and asks for {max_tokens} more"
+    # Clients recognise the first sentence, whoever serves.
     return ApiError(
         400,
-        f"the prompt has {wanted}, but the maximum context length is {facts.max_model_len} tokens: shorten the prompt "
-        "or lower max_tokens",
-        param="messages" if max_tokens is None else "max_tokens",
+        f"This model's maximum context length is {facts.max_model_len} tokens. However, the prompt has {wanted}: "
+        "shorten the prompt or lower max_tokens",
+        param=None if alone else "max_tokens",
         code="context_length_exceeded",
     )
 

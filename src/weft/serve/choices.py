@@ -10,7 +10,7 @@ from weft.serve.client import Update
 from weft.text.output import TextStream
 from weft.text.reasoning import ReasoningParser
 from weft.text.tokenizer import Tokenizer
-from weft.text.tools import ToolCallDelta, ToolParser
+from weft.text.tools import ToolCallDelta, ToolParser, make_tool_parser
 
 NO_CALLS: list[ToolCallDelta] = []
 
@@ -42,7 +42,7 @@ class Choice:
         params: SamplingParams,
         *,
         reasoning: ReasoningParser | None = None,
-        tools: "ToolParser | ForcedCall | None" = None,
+        tools: "ToolParser | ForcedCall | ForcedCalls | None" = None,
     ) -> None:
         self.index = index
         self._texts: list[str] = []  # pieces: adding to one long text would copy it for every token
@@ -123,6 +123,22 @@ class Choice:
         if call.index == len(self.calls):
             self.calls.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}})
         self.calls[call.index]["function"]["arguments"] += call.arguments
+
+
+class ForcedCalls:
+    """A reply that can only be a JSON list of calls; what is cut off in the middle is no text for the reader."""
+
+    needs_special_tokens = False
+
+    def __init__(self) -> None:
+        self._parser = make_tool_parser("mistral")  # its calls are such a list behind a marker, which we put there
+        self._parser.push("[TOOL_CALLS]")
+
+    def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
+        return "", self._parser.push(text).calls
+
+    def flush(self) -> tuple[str, list[ToolCallDelta]]:
+        return "", self._parser.flush().calls
 
 
 class ForcedCall:

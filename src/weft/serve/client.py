@@ -215,7 +215,7 @@ class EngineClient:
                 listening.cancel()
                 await _end(process, ended)
         finally:
-            self._socket, self.facts, self.pid = None, None, None
+            self._socket, self.facts, self.pid, self.load = None, None, None, Load()
             socket.close()
             shutil.rmtree(folder, ignore_errors=True)
 

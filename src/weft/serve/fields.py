@@ -18,8 +18,8 @@ from weft.serve.errors import ApiError, of_json
 Json = dict[str, Any]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-MOST_PROMPTS = 128  # in one completion request
-MOST_STREAMS = 256  # of one request: prompts times n
+MOST_PROMPTS = 1024  # in one completion request
+MOST_STREAMS = 2048  # of one request: prompts times n
 
 
 class StreamOptions(Struct):
@@ -56,6 +56,10 @@ class Sampling(Struct, kw_only=True):
     priority: Whole | None = None  # lower goes first, within an API key
     cache_salt: str | None = None  # prompts share cached prefixes only with those of the same salt
     return_token_ids: bool | None = None
+    truncate_prompt_tokens: Whole | None = None  # keep only so many, the last ones
+    use_beam_search: bool | None = None  # this and the next two change the answer and are not there: an error
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[Whole] | None = None
     response_format: Json | None = None
     structured_outputs: Json | None = None
     guided_json: Json | str | None = None  # the older names of what structured_outputs holds
@@ -105,6 +109,7 @@ class TokenizeBody(Struct, kw_only=True):
     messages: list[Json] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     tools: list[Json] | None = None
     chat_template_kwargs: Json | None = None
@@ -146,6 +151,9 @@ def _milliseconds(headers: Mapping[bytes, bytes], name: bytes) -> float | None:
 
 def sampling_params(body: Sampling, defaults: SamplingParams, **special: Any) -> SamplingParams:
     """What a body asks for, over the model's recommendation; `special` is what the two kinds do differently."""
+    for name in ("use_beam_search", "bad_words", "allowed_token_ids"):
+        if getattr(body, name):
+            raise RequestError(f"{name} is not supported here: leave it out")
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.logit_bias:
         given["logit_bias"] = _logit_bias(body.logit_bias)
@@ -163,7 +171,7 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     for token in biases:
         if not token.isdecimal():
             raise RequestError(f"logit_bias names {token!r:.40}, which is no token id")
-    return {int(token): bias for token, bias in biases.items()}
+    return {int(token): min(max(bias, -100.0), 100.0) for token, bias in biases.items()}
 
 
 def _structure(body: Sampling) -> StructuredOutputs | None:
@@ -174,7 +182,7 @@ def _structure(body: Sampling) -> StructuredOutputs | None:
         if (value := getattr(body, field)) is not None:
             found.append({name: value})
     if body.structured_outputs is not None:
-        found.append(body.structured_outputs)
+        found.append({name: value for name, value in body.structured_outputs.items() if value is not None})
     if len(found) > 1:
         raise RequestError("response_format, structured_outputs and guided_... each ask for a structure: give one")
     if not found:

@@ -103,11 +103,13 @@ class ChatFormat(_Base):
         token_ids: bool,
         prompt: Sequence[int],
         prompt_logprobs: bool,
+        reasoning: bool = True,
     ) -> None:
         super().__init__(id, model, tokenizer, token_ids=token_ids)
         self.logprobs = logprobs
         self.prompt = prompt
         self.prompt_logprobs = prompt_logprobs
+        self.reasoning = reasoning  # whether thoughts are shown
         self._is_plain = not (logprobs or token_ids)
 
     def opening(self, choice: Choice) -> bytes:
@@ -119,8 +121,8 @@ class ChatFormat(_Base):
         if self._is_plain and not (extras or reason or reasoning or calls):
             return b"%s%d%s%s%s" % (self._head, choice.index, _CHAT_TEXT, to_json(text), _CHAT_END)
         delta: Json = {}
-        if reasoning:
-            delta["reasoning_content"] = reasoning
+        if reasoning and self.reasoning:
+            delta["reasoning_content"] = delta["reasoning"] = reasoning  # the older name and vLLM's newer one
         if text:
             delta["content"] = text
         if calls:
@@ -141,8 +143,8 @@ class ChatFormat(_Base):
 
     def _choice(self, choice: Choice) -> Json:
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
-        if choice.reasoning:
-            message["reasoning_content"] = choice.reasoning
+        if choice.reasoning and self.reasoning:
+            message["reasoning_content"] = message["reasoning"] = choice.reasoning
         if choice.calls:
             message["tool_calls"] = choice.calls
             message["content"] = choice.text or None

@@ -6,6 +6,7 @@ Pure ASGI, so that a streamed token passes nothing but one `send`.
 import asyncio
 import hashlib
 import hmac
+import secrets
 import sys
 import time
 import traceback
@@ -84,9 +85,12 @@ class Limits:
 class Gate:
     """Outermost: authentication, error objects for whatever goes wrong inside, and the count of answers."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, metrics: ServerMetrics, paths: Iterable[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, metrics: ServerMetrics, paths: Iterable[str], origins: Iterable[str] = ()
+    ) -> None:
         self.app, self.keys, self.metrics = app, keys, metrics
         self.paths = frozenset(paths)
+        self.origins = frozenset(origin.encode() for origin in origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -101,18 +105,26 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if open_to:
+                    message["headers"] = [*message["headers"], (b"access-control-allow-origin", open_to)]
             await send(message)
 
         scope["headers_by_name"] = headers = dict(scope["headers"])
+        scope["request_id"] = request_id = headers.get(b"x-request-id", b"")[:128] or secrets.token_hex(12).encode()
+        named = [(b"x-request-id", request_id)]
+        open_to = self._open_to(headers.get(b"origin"))
         scope["app"] = self  # lets the router raise what it cannot find
         try:
+            if open_to and scope["method"] == "OPTIONS":  # a browser asks whether it may; it sends no key with that
+                await answer(counted, 200, {}, _PREFLIGHT)
+                return
             if scope["path"] not in OPEN_PATHS:
                 scope["tenant"] = self.keys.tenant(headers)
             await self.app(scope, receive, counted)
         except ApiError as error:
             if not status:
                 self._note(error)
-                await answer(counted, error.status, error.body, error.headers)
+                await answer(counted, error.status, error.body, [*error.headers, *named])
         except HTTPException as error:
             if not status:
                 await _refuse(counted, error, scope)
@@ -120,14 +132,27 @@ class Gate:
             traceback.print_exc(file=sys.stderr)
             if not status:
                 wrong = ApiError(500, "something went wrong inside the server; its log says more", code="internal")
-                await answer(counted, 500, wrong.body)
+                await answer(counted, 500, wrong.body, named)
         finally:
             path = scope["path"]
             self.metrics.responded(path if path in self.paths else "other", status or 499)
 
+    def _open_to(self, origin: bytes | None) -> bytes | None:
+        """What a browser is told of the page that asks, if anything."""
+        if origin is None or not self.origins:
+            return None
+        return b"*" if b"*" in self.origins else origin if origin in self.origins else None
+
     def _note(self, error: ApiError) -> None:
         if error.status in (413, 429, 503):
             self.metrics.refused(error.code or "other")
+
+
+_PREFLIGHT = [
+    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+    (b"access-control-allow-headers", b"*, authorization"),
+    (b"access-control-max-age", b"600"),
+]
 
 
 async def _refuse(send: Send, error: HTTPException, scope: Scope) -> None:

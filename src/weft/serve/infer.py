@@ -1,6 +1,7 @@
 """The life of an inference request: sent to the engine, streamed or collected, ended early when its client has gone."""
 
 import asyncio
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -276,9 +277,12 @@ async def _watch(receive: Receive, job: Job) -> None:
 
 
 def _refusal(call: Call, predicted: float | None) -> ApiError:
-    if predicted is None or call.ttft_target is None:
-        message = "the request was refused: its promise could not be kept beside what runs; try again later"
-        return ApiError(503, message, code="deadline", retry_after=1)
+    if predicted is None or call.ttft_target is None or predicted <= call.ttft_target:
+        message = (
+            "the request was refused: with what runs and waits already, promises to it or to others would be broken; "
+            'try again later, or send it as service_tier "flex"'
+        )
+        return ApiError(503, message, code="deadline", retry_after=1 + random.random() * 2)
     message = (
         f"the request was refused: its first token would have come after {predicted:.3g} s, and it is promised within "
         f"{call.ttft_target:.3g} s; try again later, ask for more time with x-slo-ttft-ms, or send it as "

@@ -17,11 +17,11 @@ _OF_NUMBERS = b"[0123456789-, \t\r\n]"  # all that a list of whole numbers consi
 
 
 def parse(data: bytes, kind: type[T]) -> T:
-    """A body of the given kind. Raises what msgspec raises."""
+    """A body of the given kind; a number may also be written as text, as some clients do."""
     if len(data) <= LARGE:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=kind, strict=False)
     fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    return msgspec.convert({name: _value(bytes(raw)) for name, raw in fields.items()}, kind)
+    return msgspec.convert({name: _value(bytes(raw)) for name, raw in fields.items()}, kind, strict=False)
 
 
 def _value(raw: bytes) -> Any:

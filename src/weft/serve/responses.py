@@ -99,7 +99,9 @@ def _add(messages: list[Json], item: Json) -> None:
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         case "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+            output = item.get("output")
+            output = [_part(part) for part in output] if isinstance(output, list) else output
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         case "reasoning":
             pass  # the model's own thoughts are not shown to it again
         case kind:

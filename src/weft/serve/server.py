@@ -30,6 +30,7 @@ SWITCH = (
     0.0005  # seconds a thread may keep the interpreter while the event loop waits for it; Python's own is ten times
 )
 KEEP_ALIVE = 75  # seconds that an idle connection is kept: longer than most proxies do
+MOST_FILES = 65536
 LAST_WORDS = 0.2  # seconds for error frames to get out
 BACKLOG = 4096  # connections that may wait to be accepted
 
@@ -40,6 +41,8 @@ def serve(options: ServeOptions, engine_options: EngineOptions) -> int:
     try:
         server = _build(options, engine_options)
         sys.setswitchinterval(SWITCH)
+        _allow_many_connections()
+        _say(f"loading {server.names[0]}")
         return _run(server, listener)
     finally:
         listener.close()
@@ -48,7 +51,7 @@ def serve(options: ServeOptions, engine_options: EngineOptions) -> int:
 def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
     """Reads what the API process needs of the model; the engine process reads the rest."""
     path = resolve_model_path(engine_options.model)
-    texts = Texts(path)
+    texts = Texts(path, options.chat_template)
     names = options.served_model_name or (engine_options.model or DEFAULT_NAME,)
     template = texts.template.source
     desk = Desk(
@@ -105,6 +108,19 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from None
     return listener
+
+
+def _allow_many_connections() -> None:
+    """Every stream is an open file, and many systems allow a thousand unless asked for more."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _run(server: Server, listener: socket.socket) -> int:
@@ -192,6 +208,11 @@ class _Process(uvicorn.Server):
         print(f"\nweft serves {name} on {url} (ready after {seconds:.1f} s)")
         if facts is not None and facts.makes_promises:
             print(f"  promised: {_promised(facts.effective_gap(None), facts.effective_ttft(None, 0), facts)}")
+            print(
+                "            what could not be in time is refused (503); --policy chunked promises and refuses nothing"
+            )
+        if shown in ("127.0.0.1", "localhost", "[::1]") and host not in ("0.0.0.0", "::"):
+            print("  open to this machine only; --host 0.0.0.0 opens it to the network")
         print(
             f"  try it:   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
             f'              -d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'\n',

@@ -12,7 +12,9 @@ class ServeOptions:
     port: int = 8000  # 0: any that is free
     served_model_name: tuple[str, ...] = ()  # names that requests may use; empty: the model as it was given
     api_key: tuple[str, ...] = ()  # empty: everybody may
+    allowed_origins: tuple[str, ...] = ()  # web pages that may ask from a browser; "*": all
     share_prefix_cache: bool = False  # between keys
+    chat_template: str | None = None  # a file or the template itself; None: the model's own
     max_body_mb: float = 8.0  # larger requests are refused
     requests_per_minute: int | None = None  # of one key; None: no limit
     max_concurrent_requests: int | None = None  # of one key; None: no limit

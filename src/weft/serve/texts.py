@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.errors import RequestError
+from weft.errors import OptionError, RequestError
 from weft.text.chat import ChatTemplate
-from weft.text.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer, read_special_tokens
 
 T = TypeVar("T")
 SHORT = 2000  # characters (or bytes) that are dealt with at once: less than a millisecond, and a thread costs time too
@@ -18,10 +18,11 @@ THREADS = 2
 class Texts:
     """Encoding lets go of the interpreter, and so do other threads' turns: streams go on meanwhile."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, template: str | None = None) -> None:
+        """`template` is used instead of the model's own: the name of a file, or the text itself."""
         self.path = path
         self.tokenizer = Tokenizer.load(path)
-        self.template = ChatTemplate.load(path)
+        self.template = ChatTemplate.load(path) if template is None else _template(path, template)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-text")
 
     async def aside(self, size: int, work: Callable[[], T]) -> T:
@@ -58,6 +59,17 @@ class Texts:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _template(path: Path, given: str) -> ChatTemplate:
+    try:
+        is_file = Path(given).is_file()
+    except OSError:  # a long text is no name
+        is_file = False
+    if not is_file and "{" not in given:
+        raise OptionError(f"chat_template={given!r:.100} is neither a file nor a template")
+    source = Path(given).read_text(encoding="utf-8") if is_file else given
+    return ChatTemplate(source, read_special_tokens(path))
 
 
 def _left_open(text: str, content: Any) -> str:

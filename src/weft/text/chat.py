@@ -106,6 +106,9 @@ class ChatTemplate:
             raise RequestError(f"a message's content must be a string or a list of text parts, got {content!r:.80}")
         elif not message.get("tool_calls"):
             message["content"] = ""  # null is a reply that only calls tools; elsewhere it would be written as "None"
+        for one, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+            if isinstance(message.get(one), str):  # clients send back either name, and templates read one of them
+                message.setdefault(other, message[one])
         if not isinstance(calls := message.get("tool_calls") or [], list):
             raise RequestError(f"a message's tool_calls must be a list, got {calls!r:.80}")
         for call in calls:
@@ -164,7 +167,11 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _text_part(part: Any) -> dict[str, str]:
-    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+    text = part
+    if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text"):
+        text = part.get("text")
+    elif isinstance(part, dict) and part.get("type") == "refusal":
+        text = part.get("refusal")
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise RequestError(f"a message has a content part of type {kind!r}: only text parts are supported")
