@@ -235,12 +235,14 @@ def test_what_preemption_lost_is_in_the_record() -> None:
 
 def test_a_full_queue_says_so_with_the_numbers() -> None:
     def queued(**limits: int) -> Scheduler:
-        scheduler = Scheduler(policy=chunked(8), num_blocks=100, block_size=4, max_num_seqs=4, **limits)
+        scheduler = Scheduler(policy=chunked(8), num_blocks=100, block_size=4, max_num_seqs=1, **limits)
         scheduler.add(Request("a", prompt_tokens=30, max_tokens=1))
         return scheduler
 
+    full = queued(max_queued_requests=1)
+    full.add(Request("b", prompt_tokens=1, max_tokens=1))  # the seat is for a, and b is the one that waits
     with pytest.raises(QueueFullError, match="1 requests wait already, max_queued_requests=1"):
-        queued(max_queued_requests=1).add(Request("b", prompt_tokens=1, max_tokens=1))
+        full.add(Request("c", prompt_tokens=1, max_tokens=1))
     with pytest.raises(
         QueueFullError, match=r"30 tokens of prompts wait already; with 11 more .* max_queued_tokens=40"
     ):

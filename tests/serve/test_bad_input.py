@@ -112,3 +112,70 @@ def test_slow_clients_stop_nobody(server: RunningServer) -> None:
     assert server.post(TEXT, {"prompt": "x", "max_tokens": 2}).status_code == 200
     for connection in idle:
         connection.close()
+
+
+def test_numbers_that_no_machine_has_room_for(server: RunningServer) -> None:
+    schema = {"type": "integer", "maximum": 10**30}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}},
+    }
+    check(server.post(TEXT, {"prompt": "x", "n": 8, "guided_json": schema}), 400)
+    check(server.post(CHAT, {"messages": HELLO, "tools": [tool], "tool_choice": "required"}), 400)
+    assert server.get("/load")["sent"] == 0
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"stop": [str(number) for number in range(1000)]},
+        {"stop": "x" * 5000},
+        {"stop_token_ids": [1] * 5000},
+        {"logit_bias": {str(number): 1 for number in range(5000)}},
+        {"logit_bias": {"9" * 5000: 1}},
+    ],
+)
+def test_wishes_without_measure(server: RunningServer, wish: dict) -> None:
+    check(server.post(TEXT, {"prompt": "x", **wish}), 400)
+
+
+@pytest.mark.parametrize("name", ["continues", "size", "messages", "self", "options", "tools"])
+def test_template_options_of_any_name(server: RunningServer, name: str) -> None:
+    body = {"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {name: "x"}}
+    assert server.post(CHAT, body).status_code in (200, 400)
+    assert server.post("/tokenize", {"messages": HELLO, "chat_template_kwargs": {name: "x"}}).status_code in (200, 400)
+
+
+def exchange(server: RunningServer, data: bytes, seconds: float = 20) -> bytes:
+    """What comes back for these bytes, until the server closes the connection or falls silent."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(data)
+        found = b""
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            while piece := connection.recv(65536):
+                found += piece
+                if b"\r\n\r\n" in found and found.endswith(b"}"):
+                    break
+        return found
+
+
+def test_heads_are_bounded(server: RunningServer) -> None:
+    line = b"x-filler: " + b"y" * 1000 + b"\r\n"
+    answer = exchange(server, b"GET /health HTTP/1.1\r\nhost: x\r\n" + line * 2000 + b"\r\n")
+    assert b" 200 " not in answer.split(b"\r\n")[0]
+    assert server.http.get("/health").status_code == 200
+
+
+def test_an_offer_to_upgrade_is_ignored(server: RunningServer) -> None:
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
+    answer = exchange(server, head + b"http2-settings: AAMAAABk\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_what_is_no_http_gets_an_error_object_too(server: RunningServer) -> None:
+    answer = exchange(server, b"GET / HTTP/1.1\r\nbroken\x00header\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b'{"error":' in answer

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -192,3 +193,42 @@ def test_clients_that_leave_cost_nothing(server: RunningServer) -> None:
 def test_a_wrong_model_is_said_at_once(tmp_path: object) -> None:
     with pytest.raises(RuntimeError, match=r"config\.json"):
         RunningServer(str(tmp_path))
+
+
+def test_a_request_that_comes_while_the_engine_dies_is_told(own: RunningServer) -> None:
+    """Its body was half read when the engine died: it must not wait for an answer from the grave."""
+    host, port = own.url.removeprefix("http://").split(":")
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    connections = [socket.create_connection((host, int(port)), timeout=60) for _ in range(20)]
+    for connection in connections:
+        connection.sendall(head + body[:5])
+    time.sleep(0.2)
+    assert own.engine_pid is not None
+    os.kill(own.engine_pid, signal.SIGKILL)
+    for connection in connections:
+        connection.sendall(body[5:])
+        time.sleep(0.01)
+    answers = [connection.recv(65536) for connection in connections]
+    assert all(answer.startswith((b"HTTP/1.1 503", b"HTTP/1.1 200")) for answer in answers)
+    for connection in connections:
+        connection.close()
+    eventually(lambda: httpx.get(f"{own.url}/load").json()["server_load"] == 0, 10)
+
+
+def test_a_signal_to_all_processes_lets_streams_finish(own: RunningServer) -> None:
+    """As process managers do, which signal the engine process as well."""
+    engine = own.engine_pid
+    assert engine is not None
+
+    async def scenario() -> list[list[str]]:
+        begun = asyncio.Semaphore(0)
+        streams = asyncio.create_task(open_streams(own.url, 1, begun, max_tokens=40))
+        await begun.acquire()
+        os.kill(engine, signal.SIGTERM)
+        own.process.send_signal(signal.SIGTERM)
+        return await streams
+
+    (lines,) = asyncio.run(scenario())
+    assert '"finish_reason":"length"' in lines[-2]
+    assert own.process.wait(10) == 0

@@ -315,3 +315,59 @@ def test_numbers_may_be_written_as_text(client: OpenAI) -> None:
 def test_a_truncated_prompt(client: OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="word " * 100, extra_body={"truncate_prompt_tokens": 7})
     assert answer.usage.prompt_tokens == 7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_what_was_given_out(client: OpenAI, stream: bool) -> None:
+    """Tokens behind a stop string were computed perhaps, but nobody asked for them."""
+    wish = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 60, "seed": 4, "n": 4, "stop": [" the", ","]}
+    more = {"extra_body": {"return_token_ids": True, "ignore_eos": True}}
+    if stream:
+        chunks = list(client.completions.create(**wish, **more, stream=True, stream_options={"include_usage": True}))
+        ids = [token for chunk in chunks for choice in chunk.choices for token in choice.model_extra["token_ids"]]
+        usage, metrics = chunks[-1].usage, chunks[-1].model_extra["metrics"]
+    else:
+        answer = client.completions.create(**wish, **more)
+        ids = [token for choice in answer.choices for token in choice.model_extra["token_ids"]]
+        usage, metrics = answer.usage, answer.model_extra["metrics"]
+    assert usage.completion_tokens == len(ids)
+    assert metrics["queue_ms"] is not None
+    assert metrics["prefill_ms"] > 0
+
+
+def test_cached_tokens_are_told_also_where_a_stop_string_ends_it(client: OpenAI) -> None:
+    wish = {"model": MODEL, "prompt": "The sea and the ship and the old house by the sea. " * 8, "seed": 1}
+    client.completions.create(**wish, max_tokens=1)
+    answer = client.completions.create(**wish, max_tokens=60, stop=["a", "e", "i", "o"])
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_every_choice_describes_the_prompt(client: OpenAI) -> None:
+    wish = {"model": MODEL, "prompt": "The old house", "logprobs": 1, "echo": True, "max_tokens": 3, "seed": 2}
+    first, second = client.completions.create(**wish, n=2).choices
+    length = len(client.completions.create(**{**wish, "max_tokens": 0}).choices[0].logprobs.tokens)
+    assert first.logprobs.token_logprobs[:length] == second.logprobs.token_logprobs[:length]
+    assert all(value is not None for value in second.logprobs.token_logprobs[1:])
+    (best,) = client.completions.create(**wish, best_of=4).choices
+    assert all(value is not None for value in best.logprobs.token_logprobs[1:])
+
+
+@pytest.mark.parametrize("last", ["end", "I would like", "im", "<"])
+def test_a_message_to_be_continued(client: OpenAI, server: RunningServer, last: str) -> None:
+    talk = [*HELLO, {"role": "assistant", "content": last}]
+    body = {"messages": talk, "continue_final_message": True, "add_generation_prompt": False}
+    tokens = server.post("/tokenize", body).json()["tokens"]
+    text = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert text.endswith(last)
+    assert client.chat.completions.create(model=MODEL, messages=talk, max_tokens=2, extra_body=body).choices
+
+
+def test_a_response_that_was_cut_off_says_so(client: OpenAI) -> None:
+    tool = {"type": "function", **WEATHER["function"]}
+    wish = {"model": MODEL, "input": "Weather?", "tools": [tool], "tool_choice": "required", "max_output_tokens": 12}
+    whole = client.responses.create(**wish)
+    assert (whole.status, whole.output[-1].status) == ("incomplete", "incomplete")
+    last = list(client.responses.create(**wish, stream=True))[-1]
+    assert last.type == "response.incomplete"
+    assert all(item.status == "incomplete" for item in last.response.output[-1:])

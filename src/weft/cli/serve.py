@@ -46,14 +46,14 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
     add(
         "--api-key",
-        action="append",
+        action=_Several,
         default=[],
         metavar="KEY",
         help="who does not send one is turned away; may be given several times, each key is a tenant (default: none)",
     )
     add(
         "--allowed-origins",
-        action="append",
+        action=_Several,
         default=[],
         metavar="ORIGIN",
         help="a web page that may ask from a browser, as https://chat.example.org, or * for all; may be given several "
@@ -139,6 +139,14 @@ ONLY = {
     "response-role": "assistant",
 }
 SHORT = {"tensor-parallel-size": "-tp", "pipeline-parallel-size": "-pp", "data-parallel-size": "-dp"}
+
+
+class _Several(argparse.Action):
+    """One value each time it is given. The first takes the place of the default, which may be from the environment."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [values] if before is self.default else [*before, values])
 
 
 class _Foreign(argparse.Action):

@@ -506,7 +506,8 @@ class Scheduler:
         return not request.batch, -request.priority, promised, work, -request.arrival, request.id
 
     def _check_queue(self, request: Request) -> None:
-        waiting = self.num_waiting
+        # Who finds a seat free does not wait for long.
+        waiting = self.num_waiting - max(0, self.max_num_seqs - len(self.running))
         if self.max_queued_requests is not None and waiting >= self.max_queued_requests:
             raise QueueFullError(
                 f"{waiting} requests wait already, max_queued_requests={self.max_queued_requests}: try again later"

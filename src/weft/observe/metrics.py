@@ -196,6 +196,9 @@ class ServerMetrics:
         self._responses[key] += 1
 
     def step(self, step: EngineStep) -> None:
+        if not step.decode_tokens and not step.prefill_tokens:  # no step at all: how busy the engine is without one
+            self.load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
+            return
         kind = "prefill" if step.prefill_tokens else "decode"
         seconds = step.finished - step.started
         self._step_seconds[kind].add(seconds)

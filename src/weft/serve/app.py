@@ -2,8 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from weft.serve.client import EngineClient, clock
 from weft.serve.errors import ApiError, of_json, of_request
 from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, wanted
 from weft.serve.gate import Gate, Keys, Limits, answer, read_body
-from weft.serve.infer import Call, Gone, respond
+from weft.serve.infer import Call, Gone, Presence, respond
 from weft.serve.messages import Facts
 from weft.serve.openapi import description
 from weft.serve.parsing import parse
@@ -123,7 +123,7 @@ class Server:
         receive: Receive,
         send: Send,
         kind: type[B],
-        check: Callable[[B, Caller, Facts], Awaitable[Call]],
+        check: Callable[[B, Caller, Facts], Coroutine[Any, Any, Call]],
     ) -> None:
         arrival = clock()
         facts = self._facts()
@@ -135,16 +135,18 @@ class Server:
         tenant, headers = scope["tenant"], scope["headers_by_name"]
         self.limits.enter(tenant)
         self.active += 1
+        there: Presence | None = None
         try:
             data = await read_body(scope, receive, int(self.options.max_body_mb * 1e6))
-            body = await self._parse(data, kind)
+            there = Presence(receive)
+            body = await there.during(self._parse(data, kind))
             self._check_model(body.model)  # type: ignore[attr-defined]
             salt = "" if self.options.share_prefix_cache else tenant
             caller = Caller(tenant, salt, wanted(headers), arrival, new_request_id())
-            call = await check(body, caller, facts)
+            call = await there.during(check(body, caller, facts))
             call.headers.append((b"x-request-id", scope["request_id"]))
             self.metrics.started()
-            exchange = await respond(call, self.client, self.metrics, receive, send)
+            exchange = await respond(call, self.client, self.metrics, there, send)
             self._trace(exchange.done, call, body, scope)
         except Gone:
             self.metrics.disconnected()
@@ -153,6 +155,8 @@ class Server:
         except RequestError as error:
             raise of_request(error) from None
         finally:
+            if there is not None:
+                there.close()
             self.active -= 1
             self.limits.leave(tenant)
             if self.draining and not self.active:
@@ -236,6 +240,10 @@ class Server:
         }
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._counted(scope["tenant"]):
+            await self._tokenize(scope, receive, send)
+
+    async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await self._body(scope, receive, TokenizeBody)
         self._check_model(body.model)
         try:
@@ -251,10 +259,16 @@ class Server:
         facts = self.client.facts
         found: dict[str, Any] = {"count": len(ids), "max_model_len": facts and facts.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            found["token_strs"] = [tokenizer.token_text(token) for token in ids]
+            found["token_strs"] = await self.desk.texts.aside(
+                len(ids), lambda: [tokenizer.token_text(token) for token in ids]
+            )
         await answer(send, 200, found)
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._counted(scope["tenant"]):
+            await self._detokenize(scope, receive, send)
+
+    async def _detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await self._body(scope, receive, DetokenizeBody)
         self._check_model(body.model)
         try:
@@ -264,6 +278,15 @@ class Server:
         except RequestError as error:
             raise of_request(error) from None
         await answer(send, 200, {"prompt": text})
+
+    @contextmanager
+    def _counted(self, tenant: str) -> Iterator[None]:
+        """Work with texts counts like any other request of a key."""
+        self.limits.enter(tenant)
+        try:
+            yield
+        finally:
+            self.limits.leave(tenant)
 
     async def _body(self, scope: Scope, receive: Receive, kind: type[B]) -> B:
         try:

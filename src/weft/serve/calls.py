@@ -1,7 +1,6 @@
 """From a body to a Call: everything about a request is checked here, and its prompt becomes token ids."""
 
 import asyncio
-import json
 import secrets
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weft.engine.engine import Wishes
+from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams, StructuredOutputs
 from weft.errors import RequestError
 from weft.serve.choices import Choice, ForcedCall, ForcedCalls
@@ -20,7 +20,7 @@ from weft.serve.formats import ChatFormat, CompletionFormat, Format
 from weft.serve.infer import Call
 from weft.serve.messages import Facts
 from weft.serve.responses import ResponsesBody, ResponsesFormat, as_chat
-from weft.serve.texts import Texts
+from weft.serve.texts import SHORT, Texts
 from weft.text.reasoning import make_reasoning_parser
 from weft.text.tools import ToolParser, make_tool_parser
 
@@ -61,7 +61,8 @@ class Desk:
         generates = body.max_tokens != 0
         if not generates and not body.echo:
             raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1, or echo must be true")
-        prompts = await self._read(body.prompt, body.add_special_tokens is not False, sampled, facts)
+        keeps = max(0, body.truncate_prompt_tokens or 0)
+        prompts = await self._read(body.prompt, body.add_special_tokens is not False, sampled, facts, keeps)
         prompts = [_truncated(ids, body) for ids in prompts]
         describes = body.logprobs if body.echo else None  # also the prompt's tokens
         params = params_of(
@@ -86,11 +87,13 @@ class Desk:
             keeps=shown,
             generates=generates,
         )
-        choices = [
-            Choice(number * sampled + index, self.texts.tokenizer, ids, params)
-            for number, ids in enumerate(prompts)
-            for index in range(sampled)
-        ]
+        choices = []
+        for number, ids in enumerate(prompts):
+            shared: dict[int, TokenLogprobs] = {}  # what the first finds out about the prompt is true for all
+            choices += [
+                Choice(number * sampled + index, self.texts.tokenizer, ids, params, prompt_logprobs=shared)
+                for index in range(sampled)
+            ]
         return await self._call(body, caller, facts, prompts, params, choices, format)
 
     async def response(self, body: ResponsesBody, caller: Caller, facts: Facts) -> Call:
@@ -117,13 +120,13 @@ class Desk:
         ids, end = await self.texts.encode_chat(
             body.messages,
             _length(body.messages) + _length(body.tools or []),
-            continues=continues,
-            **{
+            {
                 **options,
                 "tools": tools.shown,
                 "documents": body.documents,
                 "add_generation_prompt": body.add_generation_prompt is not False and not continues,
             },
+            continues=continues,
         )
         ids = _truncated(ids, body)
         special: dict[str, Any] = {"max_tokens": most, "logprobs": None}
@@ -160,7 +163,7 @@ class Desk:
         options.update(
             tools=body.tools, add_generation_prompt=body.add_generation_prompt is not False and not continues
         )
-        return (await self.texts.encode_chat(messages, _length(messages), continues=continues, **options))[0]
+        return (await self.texts.encode_chat(messages, _length(messages), options, continues=continues))[0]
 
     async def _call(
         self,
@@ -206,7 +209,9 @@ class Desk:
             headers=_promised(gap, ttft),
         )
 
-    async def _read(self, prompt: str | list[Any], add_special_tokens: bool, n: int, facts: Facts) -> list[Ids]:
+    async def _read(
+        self, prompt: str | list[Any], add_special_tokens: bool, n: int, facts: Facts, keeps: int
+    ) -> list[Ids]:
         """The prompts of a completion: text, token ids, or a list of either."""
         every = [prompt] if isinstance(prompt, str) or (prompt and _is_number(prompt[0])) else prompt
         if not every:
@@ -216,11 +221,16 @@ class Desk:
                 f"prompt: {len(every)} prompts with n={n} are too many at once: at most {MOST_PROMPTS} prompts and "
                 f"{MOST_STREAMS} completions fit into one request"
             )
-        return [await self._ids(one, add_special_tokens, facts) for one in every]
+        return [await self._ids(one, add_special_tokens, facts, keeps) for one in every]
 
-    async def _ids(self, prompt: Any, add_special_tokens: bool, facts: Facts) -> Ids:
+    async def _ids(self, prompt: Any, add_special_tokens: bool, facts: Facts, keeps: int) -> Ids:
         if isinstance(prompt, str):
-            ids = await self.texts.encode(prompt, add_special_tokens)
+            ids = await self.texts.encode(prompt, add_special_tokens, None if keeps else facts.max_model_len)
+            if not ids:
+                raise RequestError("prompt is empty: at least one token is needed to predict the next one")
+            return ids
+        elif isinstance(prompt, list) and keeps and len(prompt) > keeps:
+            return await self._ids(prompt[-keeps:], add_special_tokens, facts, keeps)
         elif isinstance(prompt, list) and len(prompt) >= facts.max_model_len:
             raise _too_long(len(prompt), None, facts)  # before a million tokens are looked at
         elif isinstance(prompt, list) and all(map(_is_number, prompt)):
@@ -372,7 +382,7 @@ def _length(messages: list[Json]) -> int:
     total = 0
     for message in messages:
         content = message.get("content")
-        total += len(content) if isinstance(content, str) else len(json.dumps(message, default=str))
+        total += len(content) if isinstance(content, str) else SHORT  # what is rare goes aside in any case
     return total
 
 

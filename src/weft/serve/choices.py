@@ -41,6 +41,7 @@ class Choice:
         prompt: Sequence[int],
         params: SamplingParams,
         *,
+        prompt_logprobs: dict[int, TokenLogprobs] | None = None,
         reasoning: ReasoningParser | None = None,
         tools: "ToolParser | ForcedCall | ForcedCalls | None" = None,
     ) -> None:
@@ -50,7 +51,8 @@ class Choice:
         self.calls: list[dict[str, Any]] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position; a preemption may bring one twice
+        # By position; a preemption may bring one twice.
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {} if prompt_logprobs is None else prompt_logprobs
         self.reason: str | None = None
         self.stop_reason: str | int | None = None  # the stop string or the stop token that ended it
         self._stop_ids = frozenset(params.stop_token_ids or ())

@@ -19,9 +19,11 @@ import zmq.asyncio
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
+from weft.errors import RequestError
 from weft.observe.metrics import EngineStep
 from weft.serve.messages import (
     Abort,
+    Begin,
     End,
     Facts,
     Fatal,
@@ -38,6 +40,7 @@ from weft.serve.worker import Orders
 
 MOST_DEATHS = 5  # of the engine process within DEATHS_WITHIN, after which it is not started again
 DEATHS_WITHIN = 300.0  # seconds
+DIED = "the engine process died"
 PATIENCE = 5.0  # seconds that the engine process has to end by itself
 clock = time.perf_counter  # the same clock as the loop's: on one machine it is one for all processes
 
@@ -52,6 +55,7 @@ class Update(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
     rejected: Rejected | None = None  # the prompt was not taken, so that there will be no streams
     lost: str | None = None  # the engine process is gone, with all that it knew
+    at: float = 0.0  # seconds, on `clock`: when it came; the client may be slower to read it
 
 
 class Job:
@@ -60,6 +64,7 @@ class Job:
     def __init__(self) -> None:
         self.keys: list[int] = []
         self.open: set[int] = set()  # keys of streams that have not ended
+        self.begins: dict[int, Begin] = {}  # of those that got their first token, by place
         self._pending: deque[Update] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -141,14 +146,23 @@ class EngineClient:
     def submit(self, prompts: Sequence[Prompt], arrival: float) -> Job:
         """Sends prompts as one job; its streams are those of the first prompt, then those of the second, ..."""
         job = Job()
+        messages = []
         for prompt in prompts:
             keys = list(itertools.islice(self._numbers, prompt.params.n))
-            for key in keys:
-                self._routes[key] = (job, len(job.keys))
-                job.keys.append(key)
-                job.open.add(key)
-            self.load.sent += len(keys)
-            self._send(Submit(keys[0], prompt.tokens, prompt.params, prompt.wishes, prompt.salt, arrival))
+            job.keys += keys
+            message = Submit(keys[0], prompt.tokens, prompt.params, prompt.wishes, prompt.salt, arrival)
+            try:
+                messages.append(encode(message))
+            except (OverflowError, TypeError, ValueError) as error:  # a number in a schema that no machine has room for
+                raise RequestError(f"the request cannot be passed on: {error}") from None
+        if self._socket is None or self.facts is None:  # it died while the request was read
+            job.put(Update(0, None, lost=DIED))
+            return job
+        self._routes.update((key, (job, index)) for index, key in enumerate(job.keys))
+        job.open.update(job.keys)
+        self.load.sent += len(job.keys)
+        for data in messages:
+            self._socket.send(data)  # there is no high-water mark, so this never waits
         return job
 
     def abort(self, job: Job, index: int | None = None) -> None:
@@ -164,15 +178,15 @@ class EngineClient:
     def reset_cache(self) -> None:
         self._send(ResetCache())
 
-    def _send(self, message: Submit | Abort | ResetCache) -> None:
+    def _send(self, message: Abort | ResetCache) -> None:
         if self._socket is not None:
-            self._socket.send(encode(message))  # there is no high-water mark, so this never waits
+            self._socket.send(encode(message))
 
     async def _supervise(self) -> None:
         while True:
             await self._live()
             self._listener.on_death()
-            self.lose_everybody(self.fatal or "the engine process died")
+            self.lose_everybody(self.fatal or DIED)
             if self.fatal is not None or self._closing:
                 break
             now = clock()
@@ -239,21 +253,24 @@ class EngineClient:
                     return
 
     def _spread(self, news: News) -> None:
-        routes, logprobs = self._routes, news.logprobs
+        routes, logprobs, now = self._routes, news.logprobs, clock()
         for described in news.prompt_logprobs:
             if (route := routes.get(described.key)) is not None:
                 route[0].put(Update(route[1], None, prompt_logprobs=described))
+        for begin in news.begins:
+            if (route := routes.get(begin.key)) is not None:
+                route[0].begins[route[1]] = begin
         for key, token in zip(news.keys, news.tokens, strict=True):
             route = routes.get(key)
             if route is not None:  # else it was aborted in the meantime
                 job, index = route
-                job.put(Update(index, token, None, logprobs.get(key) if logprobs else None))
+                job.put(Update(index, token, None, logprobs.get(key) if logprobs else None, None, None, None, now))
         for end in news.ends:
             route = routes.pop(end.key, None)
             if route is not None:
                 job, index = route
                 job.open.discard(end.key)
-                job.put(Update(index, end.token, end, logprobs.get(end.key)))
+                job.put(Update(index, end.token, end, logprobs.get(end.key), at=now))
         if (step := news.step) is not None:
             self.load = Load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
             self._listener.on_step(step)

@@ -53,6 +53,8 @@ class ApiError(Exception):
     def headers(self) -> list[tuple[bytes, bytes]]:
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]
+        if self.status == 413 or self.code == "body_timeout":
+            return [(b"connection", b"close")]  # the rest of the body is not waited for
         if self.retry_after is None:
             return []
         return [(b"retry-after", str(max(1, math.ceil(self.retry_after))).encode())]

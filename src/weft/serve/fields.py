@@ -18,6 +18,7 @@ from weft.serve.errors import ApiError, of_json
 Json = dict[str, Any]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Stop = Annotated[str, Meta(max_length=1000)]  # each of n choices looks for each of them, character by character
 MOST_PROMPTS = 1024  # in one completion request
 MOST_STREAMS = 2048  # of one request: prompts times n
 
@@ -37,11 +38,11 @@ class Sampling(Struct, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=64)] | None = None
     seed: Whole | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
     user: str | None = None  # orders within an API key, no more
     service_tier: str | None = None  # "flex": no promise, fills the slack
     top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
@@ -49,7 +50,7 @@ class Sampling(Struct, kw_only=True):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[Whole] | None = None
+    stop_token_ids: Annotated[list[Whole], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -169,7 +170,7 @@ _SAME = (  # fields that have the same name and meaning in SamplingParams
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     for token in biases:
-        if not token.isdecimal():
+        if not token.isdecimal() or len(token) > 10:
             raise RequestError(f"logit_bias names {token!r:.40}, which is no token id")
     return {int(token): min(max(bias, -100.0), 100.0) for token, bias in biases.items()}
 

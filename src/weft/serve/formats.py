@@ -27,6 +27,7 @@ class Format(Protocol):
 
     id: str
     done: bytes  # what ends a stream
+    token_ids: bool  # whether every token is shown, also those that add no text
 
     def opening(self, choice: Choice) -> bytes:
         """What comes before a choice's first piece."""
@@ -263,6 +264,9 @@ class CompletionFormat(_Base):
             if self.keeps < self.per_prompt:
                 group = sorted(group, key=_likelihood, reverse=True)[: self.keeps]
             shown += [self._choice(choice, len(shown) + place) for place, choice in enumerate(group)]
+        if not self.generates and "usage" in extras:
+            prompt = extras["usage"]["prompt_tokens"]
+            extras = {**extras, "usage": {**extras["usage"], "completion_tokens": 0, "total_tokens": prompt}}
         return {**self._envelope("text_completion"), "choices": shown, **extras}
 
     @property

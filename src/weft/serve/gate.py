@@ -6,6 +6,7 @@ Pure ASGI, so that a streamed token passes nothing but one `send`.
 import asyncio
 import hashlib
 import hmac
+import re
 import secrets
 import sys
 import time
@@ -17,11 +18,12 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.observe.metrics import ServerMetrics
+from weft.observe.metrics import REFUSALS, ServerMetrics
 from weft.serve.errors import ApiError
 from weft.serve.formats import to_json
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version"))  # reveal nothing, and probes have no keys
+_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 BODY_TIMEOUT = 30.0  # seconds that a client may take to send its body
 
 
@@ -29,7 +31,7 @@ class Keys:
     """API keys, kept as digests and compared in constant time."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._digests = [hashlib.sha256(key.strip().encode()).digest() for key in keys]
 
     def tenant(self, headers: dict[bytes, bytes]) -> str:
         """Who asks, as a name that does not give the key away; "" where no keys are in use."""
@@ -110,7 +112,8 @@ class Gate:
             await send(message)
 
         scope["headers_by_name"] = headers = dict(scope["headers"])
-        scope["request_id"] = request_id = headers.get(b"x-request-id", b"")[:128] or secrets.token_hex(12).encode()
+        given = headers.get(b"x-request-id", b"")
+        scope["request_id"] = request_id = given if _ID.fullmatch(given) else secrets.token_hex(12).encode()
         named = [(b"x-request-id", request_id)]
         open_to = self._open_to(headers.get(b"origin"))
         scope["app"] = self  # lets the router raise what it cannot find
@@ -128,6 +131,10 @@ class Gate:
         except HTTPException as error:
             if not status:
                 await _refuse(counted, error, scope)
+        except asyncio.CancelledError:  # the server ends
+            if not status:
+                ending = ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+                await answer(counted, 503, ending.body, [*ending.headers, *named])
         except Exception:
             traceback.print_exc(file=sys.stderr)
             if not status:
@@ -144,8 +151,8 @@ class Gate:
         return b"*" if b"*" in self.origins else origin if origin in self.origins else None
 
     def _note(self, error: ApiError) -> None:
-        if error.status in (413, 429, 503):
-            self.metrics.refused(error.code or "other")
+        if error.code in REFUSALS:
+            self.metrics.refused(error.code)
 
 
 _PREFLIGHT = [

@@ -2,18 +2,21 @@
 
 import asyncio
 import random
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Send
 
+from weft.errors import RequestError
 from weft.observe.metrics import RequestDone, ServerMetrics
 from weft.serve.choices import Choice
 from weft.serve.client import EngineClient, Job, Prompt, Update, clock
-from weft.serve.errors import ApiError
+from weft.serve.errors import ApiError, of_request
 from weft.serve.formats import Format, Json, to_json
 from weft.serve.messages import End
 
+T = TypeVar("T")
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
@@ -53,6 +56,10 @@ class Times:
         self.tokens = 0
         self._last: list[float] = [0.0] * len(call.choices)
 
+    def last(self, index: int) -> float:
+        """When a choice got its last token."""
+        return self._last[index]
+
     def token(self, index: int, now: float) -> None:
         """Called for every token."""
         self.tokens += 1
@@ -69,10 +76,44 @@ class Times:
             self.metrics.first_token(now - self.call.arrival, self.call.ttft_target)
 
 
-async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, receive: Receive, send: Send) -> "Exchange":
+class Presence:
+    """Whether the client is still there, from when its body was read."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._watching = asyncio.create_task(self._watch(receive))
+        self._job: Job | None = None
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """Does what must be done before there is a job; if the client goes, the rest of it is left undone."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait((task, self._watching), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Gone
+            return task.result()
+        finally:
+            task.cancel()
+
+    def tell(self, job: Job) -> None:
+        """From now on the job is told when the client goes."""
+        self._job = job
+        if self._watching.done():
+            job.put(Update(0, None, lost=GONE))
+
+    def close(self) -> None:
+        self._watching.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if self._job is not None:
+            self._job.put(Update(0, None, lost=GONE))
+
+
+async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, there: Presence, send: Send) -> "Exchange":
     """Runs a call to its end, whatever the end is; returns what is to be known of it afterwards."""
     job = client.submit(call.prompts, call.arrival)
-    watcher = asyncio.create_task(_watch(receive, job))
+    there.tell(job)
     exchange = Exchange(call, client, job, metrics)
     try:
         if call.stream:
@@ -87,7 +128,6 @@ async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, rece
             exchange.finish("error")
         raise
     finally:
-        watcher.cancel()
         client.abort(job)
     return exchange
 
@@ -106,12 +146,12 @@ class Exchange:
 
     async def collect(self, send: Send) -> None:
         while self._left:
-            updates = await self.job.news()
-            now = clock()
-            for update in updates:
+            for update in await self.job.news():
                 self._check(update)
+                if self.call.choices[update.place].reason is not None:
+                    continue  # a token that was on its way when a stop string ended the choice
                 if update.token is not None:
-                    self.times.token(update.place, now)
+                    self.times.token(update.place, update.at)
                 self._take(update)
         body = to_json(self.call.format.whole(self.call.choices, self.summary()))
         headers = [*JSON_HEADERS, *self.call.headers, (b"content-length", b"%d" % len(body))]
@@ -126,24 +166,24 @@ class Exchange:
         counts = self.call.counts_always
         try:
             while self._left:
-                updates = await job.news()
-                now = clock()
-                for update in updates:
+                for update in await job.news():
                     if update.token is None or update.end is not None:  # most are plain tokens
                         self._check(update)
                         if update.prompt_logprobs is not None:
                             self._take(update)
                             continue
                     choice = choices[update.place]
+                    if choice.reason is not None:
+                        continue  # a token that was on its way when a stop string ended the choice
                     if not started:
                         headers = [*STREAM_HEADERS, *self.call.headers]
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
                         started = True
                     data = b"" if update.place in self._opened else self._open(choice)
                     if update.token is not None:
-                        times.token(update.place, now)
+                        times.token(update.place, update.at)
                     piece = self._take(update)
-                    if piece is not None and not piece.is_empty:
+                    if piece is not None and (format.token_ids or not piece.is_empty):
                         extras = {"usage": self._usage()} if counts else {}
                         if not self._left and not self.call.includes_usage:
                             extras = {**extras, "metrics": self.numbers()}
@@ -166,8 +206,8 @@ class Exchange:
     def numbers(self) -> Json:
         """Where this request's time went; milliseconds. Of several choices, the one that was slowest at it."""
         queue, prefill, decode = self._phases()
-        call, ends = self.call, list(self.ends.values())
-        predicted = [end.predicted_ttft for end in ends if end.predicted_ttft is not None]
+        call, ends, begins = self.call, list(self.ends.values()), self.job.begins.values()
+        predicted = [begin.predicted_ttft for begin in begins if begin.predicted_ttft is not None]
         return {
             "queue_ms": _ms(queue),
             "prefill_ms": _ms(prefill),
@@ -192,8 +232,6 @@ class Exchange:
             for position, found in enumerate(update.prompt_logprobs.found, start=update.prompt_logprobs.first):
                 choice.prompt_logprobs[position] = found
             return None
-        if choice.reason is not None:
-            return None  # a token that was on its way when a stop string ended the choice
         piece = choice.take(update)
         if update.end is not None:
             self.ends[update.place] = update.end
@@ -208,7 +246,10 @@ class Exchange:
         if update.rejected is not None:
             if update.rejected.kind == "queue_full":
                 raise ApiError(503, update.rejected.message, code="queue_full", retry_after=1)
-            raise ApiError(400, update.rejected.message)
+            if update.rejected.kind == "error":
+                message = "the engine could not take the request; its log says more"
+                raise ApiError(503, message, code="step_failed", retry_after=1)
+            raise of_request(RequestError(update.rejected.message))
         if update.lost == GONE:
             raise Gone
         if update.lost is not None:
@@ -232,13 +273,14 @@ class Exchange:
     def _cached(self) -> int:
         """Of each prompt, as its first choice found them: the others of it share the first one's blocks."""
         per_prompt = max(1, len(self.call.choices) // max(1, len(self.call.prompts)))
-        firsts = (self.ends.get(index) for index in range(0, len(self.call.choices), per_prompt))
-        return sum(end.cached_tokens for end in firsts if end is not None)
+        firsts = (self.job.begins.get(index) for index in range(0, len(self.call.choices), per_prompt))
+        return sum(begin.cached_tokens for begin in firsts if begin is not None)
 
     def _phases(self) -> tuple[float | None, float | None, float | None]:
-        queue = [end.started - self.call.arrival for end in self.ends.values() if end.started is not None]
-        prefill = [e.first_token - e.started for e in self.ends.values() if e.first_token and e.started]
-        decode = [e.finished - e.first_token for e in self.ends.values() if e.first_token and e.finished]
+        begins = self.job.begins
+        queue = [begin.started - self.call.arrival for begin in begins.values()]
+        prefill = [begin.first_token - begin.started for begin in begins.values()]
+        decode = [max(0.0, self.times.last(index) - begin.first_token) for index, begin in begins.items()]
         return max(queue, default=None), max(prefill, default=None), max(decode, default=None)
 
     def finish(self, reason: str | None = None) -> None:
@@ -267,13 +309,6 @@ class Exchange:
 
 
 GONE = "the client has disconnected"
-
-
-async def _watch(receive: Receive, job: Job) -> None:
-    """Tells the job when its client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    job.put(Update(0, None, lost=GONE))
 
 
 def _refusal(call: Call, predicted: float | None) -> ApiError:

@@ -94,16 +94,23 @@ class Rejected(msgspec.Struct, tag="rejected", array_like=True):
     message: str
 
 
+class Begin(NamedTuple):
+    """A stream got its first token."""
+
+    key: int
+    started: float  # start of the first step that carried it
+    first_token: float
+    cached_tokens: int
+    predicted_ttft: float | None
+
+
 class End(NamedTuple):
-    """A stream's last news. Times are absent where it never came so far."""
+    """A stream's last news."""
 
     key: int
     token: int | None  # its last token; None: it ended without one
     reason: str  # "stop", "length", "refused", "error"
-    started: float | None  # start of the first step that carried it
-    first_token: float | None
     finished: float | None
-    cached_tokens: int
     preemptions: int
     predicted_ttft: float | None
 
@@ -119,6 +126,7 @@ class News(msgspec.Struct, tag="news", array_like=True):
 
     keys: list[int]  # streams that got a token and go on
     tokens: list[int]  # theirs, in the same order
+    begins: list[Begin]
     ends: list[End]
     logprobs: dict[int, TokenLogprobs]  # by key, where asked for, also of last tokens
     prompt_logprobs: list[PromptLogprobs]

@@ -144,6 +144,7 @@ class ResponsesFormat:
     """One answer as a list of items (thoughts, a message, calls), or as the events of its becoming."""
 
     done = b""  # the last event says that it is one
+    token_ids = False
 
     def __init__(self, id: str, model: str, tokenizer: Tokenizer | None, body: ResponsesBody) -> None:
         self.id = id
@@ -183,7 +184,7 @@ class ResponsesFormat:
                 data += self._delta("response.function_call_arguments.delta", delta=call.arguments)
         if piece.reason is not None:
             self._reason = piece.reason
-            data += self._end_item()
+            data += self._end_item("incomplete" if piece.reason == "length" else "completed")
         return data
 
     def closing(self, extras: Json) -> bytes:
@@ -205,6 +206,7 @@ class ResponsesFormat:
                 self._item("function_call", function["arguments"], name=function["name"], call_id=call["id"])
             )
         status = "incomplete" if choice.reason == "length" else "completed"
+        self._items[-1]["status"] = status
         return self._response(status, self._items, extras)
 
     def error(self, body: Json) -> bytes:
@@ -227,12 +229,12 @@ class ResponsesFormat:
             data += self._delta("response.content_part.added", content_index=0, part=item["content"][0])
         return data
 
-    def _end_item(self) -> bytes:
+    def _end_item(self, status: str = "completed") -> bytes:
         if self._open is None:
             return b""
         kind, text, item = self._open, self._text, self._items[-1]
         more = {name: item[name] for name in ("name", "call_id") if name in item}
-        whole = {**self._item(kind, text, **more), "id": item["id"]}
+        whole = {**self._item(kind, text, **more), "id": item["id"], "status": status}
         if kind == "function_call":
             data = self._delta("response.function_call_arguments.done", arguments=text, name=item["name"])
         else:

@@ -1,6 +1,7 @@
 """Runs a server: puts it together, listens, and ends it in an orderly way."""
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ from weft.observe.tracing import Tracer
 from weft.serve.app import Server
 from weft.serve.calls import Desk
 from weft.serve.client import EngineClient, Listener, clock
+from weft.serve.connection import Connection
 from weft.serve.gate import Limits
 from weft.serve.settings import ServeOptions
 from weft.serve.texts import Texts
@@ -43,9 +45,13 @@ def serve(options: ServeOptions, engine_options: EngineOptions) -> int:
         sys.setswitchinterval(SWITCH)
         _allow_many_connections()
         _say(f"loading {server.names[0]}")
-        return _run(server, listener)
+        code = _run(server, listener)
     finally:
         listener.close()
+    if server.desk.texts.is_busy:  # with the text of somebody who is not there any more
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
@@ -127,7 +133,7 @@ def _run(server: Server, listener: socket.socket) -> int:
     config = uvicorn.Config(
         server.app(),
         loop="auto",
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="on",
         access_log=False,
@@ -156,18 +162,19 @@ class _Process(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self._signalled, number)
         watching = asyncio.create_task(self._watch_engine())
         try:
             await self._serve(sockets)
         finally:
             watching.cancel()
 
-    def _signalled(self) -> None:
+    def _signalled(self, number: int) -> None:
         if self._ending is not None:  # for the second time
             _say("ending at once")
-            self.should_exit = self.force_exit = True
-            self._ending.cancel()
+            self.server.client.lose_everybody("the server was shut down")
+            # Threads that are in the middle of something are not waited for; the engine process ends with this one.
+            asyncio.get_running_loop().call_later(LAST_WORDS, os._exit, 128 + number)
             return
         self._ending = asyncio.create_task(self._drain())
 

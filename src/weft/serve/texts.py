@@ -1,7 +1,8 @@
 """Texts: owns the model's tokenizer and chat template, and keeps long work with them off the event loop."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from weft.text.tokenizer import Tokenizer, read_special_tokens
 T = TypeVar("T")
 SHORT = 2000  # characters (or bytes) that are dealt with at once: less than a millisecond, and a thread costs time too
 THREADS = 2
+MARK = "\ue000weft\ue001"  # of private use: nobody writes this
 
 
 class Texts:
@@ -24,19 +26,36 @@ class Texts:
         self.tokenizer = Tokenizer.load(path)
         self.template = ChatTemplate.load(path) if template is None else _template(path, template)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-text")
+        self._lock = threading.Lock()
+        self._running = 0  # threads that do something
 
     async def aside(self, size: int, work: Callable[[], T]) -> T:
         """Does work on `size` characters: at once where it is short, else in another thread."""
         if size <= SHORT:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._counted, work)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def _counted(self, work: Callable[[], T]) -> T:
+        with self._lock:
+            self._running += 1
+        try:
+            return work()
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids; a text that must have more than `most` of them is an error before it is looked at."""
         tokenizer = self.needed()
+        if most is not None and len(text) > most * tokenizer.longest_token:
+            raise RequestError(
+                f"This model's maximum context length is {most} tokens. However, the prompt has {len(text)} "
+                "characters, which is more in any case: shorten the prompt"
+            )
         return await self.aside(len(text), lambda: tokenizer.encode(text, add_special_tokens))
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], size: int, *, continues: bool = False, **options: Any
+        self, messages: list[dict[str, Any]], size: int, options: dict[str, Any], *, continues: bool = False
     ) -> tuple[list[int], str]:
         """Token ids of a conversation and the end of its text; `size` says about how long it is.
 
@@ -45,9 +64,8 @@ class Texts:
         tokenizer = self.needed()
 
         def work() -> tuple[list[int], str]:
-            text = self.template.render(messages, **options)
-            if continues:
-                text = _left_open(text, messages[-1].get("content"))
+            text = self.template.render(_marked(messages) if continues else messages, **options)
+            text = text.partition(MARK)[0]
             return tokenizer.encode(text, add_special_tokens=False), text[-32:]
 
         return await self.aside(size, work)
@@ -56,6 +74,11 @@ class Texts:
         if self.tokenizer is None:
             raise RequestError(f"prompt: the model {self.path.name} has no tokenizer.json: send token ids")
         return self.tokenizer
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread is in the middle of something, also after `close`."""
+        return self._running > 0
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -72,10 +95,9 @@ def _template(path: Path, given: str) -> ChatTemplate:
     return ChatTemplate(source, read_special_tokens(path))
 
 
-def _left_open(text: str, content: Any) -> str:
-    """What the template wrote up to the end of the last message's content."""
-    words = content.strip() if isinstance(content, str) else ""
-    at = text.rfind(words) if words else -1
-    if at < 0:
-        raise RequestError("continue_final_message: the last message has no text in this chat format to go on from")
-    return text[: at + len(words)]
+def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With a mark behind the last message's text, where the prompt is to end."""
+    last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
+    if not isinstance(last.get("content"), str):
+        raise RequestError("continue_final_message: the last message has no text to go on from")
+    return [*messages[:-1], {**last, "content": last["content"] + MARK}]

@@ -28,6 +28,7 @@ from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.observe.metrics import EngineStep
 from weft.serve.messages import (
     Abort,
+    Begin,
     End,
     Facts,
     Fatal,
@@ -59,7 +60,8 @@ class Orders(msgspec.Struct):
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the API process, which decides what it means
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the API process, which decides what they mean
+        signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line:
         return 1
@@ -109,7 +111,9 @@ class Worker:
         self._streams: dict[int, Stream] = {}
         self._keys: dict[Stream, int] = {}
         self._opening: dict[Submit, Future[list[Stream]]] = {}  # jobs that are prepared in another thread
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="weft-prepare")
+        # Apart, so that no long prompt waits for somebody's grammar.
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weft-hash")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="weft-grammar")
         self._record: StepRecord | None = None
         self._failures = 0
 
@@ -135,7 +139,7 @@ class Worker:
             case Abort(keys):
                 gone = [job for job in self._opening if job.key in keys]  # all n of it: none has begun
                 for job in gone:
-                    del self._opening[job]
+                    self._opening.pop(job).cancel()
                 for key in keys:
                     if (stream := self._streams.pop(key, None)) is not None:
                         del self._keys[stream]
@@ -152,8 +156,10 @@ class Worker:
         def work() -> list[Stream]:
             return self.engine.open_streams(prompt, job.params, wishes=job.wishes, salt=job.salt)
 
-        if len(prompt) > SHORT or job.params.structured_outputs is not None:
-            self._opening[job] = self._threads.submit(work)
+        if job.params.structured_outputs is not None:
+            self._opening[job] = self._compiling.submit(work)
+        elif len(prompt) > SHORT:
+            self._opening[job] = self._hashing.submit(work)
         else:
             self._add(job, work)
 
@@ -164,10 +170,13 @@ class Worker:
                 stream.request.arrival = job.arrival
                 self.loop.add(stream)
                 taken.append(stream)
-        except RequestError as error:
+        except Exception as error:  # whatever is wrong with one request must not end the others
             for stream in taken:
                 self.loop.abort(stream)
             kind = "queue_full" if isinstance(error, QueueFullError) else "request"
+            if not isinstance(error, RequestError):
+                traceback.print_exc()
+                kind = "error"
             self.socket.send(encode(Rejected(job.key, kind, str(error))))
             return
         for key, stream in enumerate(taken, start=job.key):
@@ -194,17 +203,20 @@ class Worker:
         ends = [_end(key, stream, None, "error") for key, stream in self._streams.items()]
         self._streams.clear()
         self._keys.clear()
-        self.socket.send(encode(News([], [], ends, {}, [], None)))
+        self.socket.send(encode(News([], [], [], ends, {}, [], None)))
+        self._send_idle()
 
     def _send(self, events: list[TokenEvent]) -> None:
         keys: list[int] = []
         tokens: list[int] = []
-        news = News(keys, tokens, [], {}, [], self._step())
+        news = News(keys, tokens, [], [], {}, [], self._step())
         key_of = self._keys
         for stream, token, reason, logprobs, prompt_logprobs, first in events:
             key = key_of.get(stream)
             if key is None:
                 continue  # aborted in the meantime
+            if len(stream.output) == 1 and token is not None:
+                news.begins.append(_begin(key, stream))
             if logprobs is not None:
                 news.logprobs[key] = logprobs
             if prompt_logprobs is not None:
@@ -222,7 +234,7 @@ class Worker:
         now = self.loop.clock()
         scheduler = self.loop.scheduler
         step = EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, scheduler.num_waiting, 0, scheduler.pool.num_free)
-        self.socket.send(encode(News([], [], [], {}, [], step)))
+        self.socket.send(encode(News([], [], [], [], {}, [], step)))
 
     def _note(self, record: StepRecord) -> None:
         self._record = record
@@ -234,19 +246,15 @@ class Worker:
         return EngineStep.of(record, self.loop.scheduler.queued_tokens)
 
 
+def _begin(key: int, stream: Stream) -> Begin:
+    request = stream.request
+    started, first = request.started or 0.0, request.first_token or 0.0
+    return Begin(key, started, first, request.cached_tokens, _finite(request.predicted_ttft))
+
+
 def _end(key: int, stream: Stream, token: int | None, reason: str) -> End:
     request = stream.request
-    return End(
-        key,
-        token,
-        reason,
-        request.started,
-        request.first_token,
-        request.finished,
-        request.cached_tokens,
-        request.preemptions,
-        _finite(request.predicted_ttft),
-    )
+    return End(key, token, reason, request.finished, request.preemptions, _finite(request.predicted_ttft))
 
 
 def _finite(seconds: float | None) -> float | None:

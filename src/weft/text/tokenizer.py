@@ -6,6 +6,7 @@ A directory without tokenizer.json is no error: such a model is used with token 
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
@@ -57,6 +58,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Tokens known to the tokenizer, added ones included; the model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters (at most) that one token can stand for."""
+        return max((len(token) for token in self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.encode_batch([text], add_special_tokens)[0]
