@@ -127,6 +127,7 @@ class Desk:
                 "add_generation_prompt": body.add_generation_prompt is not False and not continues,
             },
             continues=continues,
+            most=None if body.truncate_prompt_tokens else facts.max_model_len,
         )
         ids = _truncated(ids, body)
         special: dict[str, Any] = {"max_tokens": most, "logprobs": None}
@@ -153,7 +154,9 @@ class Desk:
             if self.reasoning_parser is not None and params.structured_outputs is None:
                 reasoning = make_reasoning_parser(self.reasoning_parser, end)
             parser = tools.parser(self.tool_parser)
-            choices.append(Choice(index, self.texts.tokenizer, ids, params, reasoning=reasoning, tools=parser))
+            single = not tools.parallel
+            choice = Choice(index, self.texts.tokenizer, ids, params, reasoning=reasoning, tools=parser, single=single)
+            choices.append(choice)
         return await self._call(body, caller, facts, [ids], params, choices, format)
 
     async def chat_ids(self, body: TokenizeBody) -> Ids:

@@ -44,7 +44,9 @@ class Choice:
         prompt_logprobs: dict[int, TokenLogprobs] | None = None,
         reasoning: ReasoningParser | None = None,
         tools: "ToolParser | ForcedCall | ForcedCalls | None" = None,
+        single: bool = False,
     ) -> None:
+        """`single`: of several calls only the first is let through."""
         self.index = index
         self._texts: list[str] = []  # pieces: adding to one long text would copy it for every token
         self._thoughts: list[str] = []
@@ -58,6 +60,7 @@ class Choice:
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._reasoning, self._tools = reasoning, tools
         self._plain = reasoning is None and tools is None
+        self._single = single
         self._words = None
         if tokenizer is not None:
             self._words = TextStream(
@@ -112,6 +115,8 @@ class Choice:
             if reason is not None:
                 rest_of_text, more = self._tools.flush()
                 text, calls = text + rest_of_text, calls + more
+        if self._single:
+            calls = [call for call in calls if call.index == 0]
         for call in calls:
             self._note(call)
         if reason == "stop" and self.calls and not isinstance(self._tools, ForcedCall):

@@ -47,15 +47,17 @@ class Texts:
     async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Token ids; a text that must have more than `most` of them is an error before it is looked at."""
         tokenizer = self.needed()
-        if most is not None and len(text) > most * tokenizer.longest_token:
-            raise RequestError(
-                f"This model's maximum context length is {most} tokens. However, the prompt has {len(text)} "
-                "characters, which is more in any case: shorten the prompt"
-            )
+        _check_size(text, most, tokenizer)
         return await self.aside(len(text), lambda: tokenizer.encode(text, add_special_tokens))
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], size: int, options: dict[str, Any], *, continues: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        size: int,
+        options: dict[str, Any],
+        *,
+        continues: bool = False,
+        most: int | None = None,
     ) -> tuple[list[int], str]:
         """Token ids of a conversation and the end of its text; `size` says about how long it is.
 
@@ -66,6 +68,7 @@ class Texts:
         def work() -> tuple[list[int], str]:
             text = self.template.render(_marked(messages) if continues else messages, **options)
             text = text.partition(MARK)[0]
+            _check_size(text, most, tokenizer)
             return tokenizer.encode(text, add_special_tokens=False), text[-32:]
 
         return await self.aside(size, work)
@@ -82,6 +85,14 @@ class Texts:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_size(text: str, most: int | None, tokenizer: Tokenizer) -> None:
+    if most is not None and len(text) > most * tokenizer.longest_token:
+        raise RequestError(
+            f"This model's maximum context length is {most} tokens. However, the prompt has {len(text)} characters, "
+            "which is more in any case: shorten the prompt"
+        )
 
 
 def _template(path: Path, given: str) -> ChatTemplate:
