@@ -93,8 +93,8 @@ def test_a_full_queue_turns_a_batch_away_and_the_engine_goes_on(tmp_path: Path) 
     params = weft.SamplingParams(max_tokens=2, temperature=0)
     with tiny(tmp_path, max_queued_requests=3) as llm:
         with pytest.raises(QueueFullError, match="3 requests wait already"):
-            llm.generate([[1], [2], [3], [4]], params, progress=False)
-        assert len(llm.generate([[1], [2], [3]], params, progress=False)) == 3
+            llm.generate([[number] for number in range(1, 9)], params, progress=False)  # four seats, and one too many
+        assert len(llm.generate([[number] for number in range(1, 8)], params, progress=False)) == 7
 
 
 @pytest.mark.parametrize(
