@@ -28,6 +28,7 @@ from weft.serve.messages import (
     Facts,
     Fatal,
     News,
+    Orders,
     PromptLogprobs,
     Ready,
     Rejected,
@@ -36,7 +37,6 @@ from weft.serve.messages import (
     decode_for_api,
     encode,
 )
-from weft.serve.worker import Orders
 
 MOST_DEATHS = 5  # of the engine process within DEATHS_WITHIN, after which it is not started again
 DEATHS_WITHIN = 300.0  # seconds

@@ -2,14 +2,12 @@
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from weft.errors import QueueFullError, RequestError
 
-Headers = Sequence[tuple[bytes, bytes]]
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

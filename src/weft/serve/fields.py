@@ -43,7 +43,7 @@ class Sampling(Struct, kw_only=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
-    user: str | None = None  # orders within an API key, no more
+    user: str | None = None  # accepted; it orders nothing
     service_tier: str | None = None  # "flex": no promise, fills the slack
     top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -54,7 +54,7 @@ class Sampling(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    priority: Whole | None = None  # lower goes first, within an API key
+    priority: Whole | None = None  # lower goes first, within an API key; under slo only
     cache_salt: str | None = None  # prompts share cached prefixes only with those of the same salt
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Whole | None = None  # keep only so many, the last ones

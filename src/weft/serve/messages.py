@@ -4,7 +4,7 @@ A *key* names one stream (one completion of one prompt) for as long as an engine
 them out. Times are seconds on the machine's monotonic clock, which both processes share.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,15 @@ from weft.engine.params import SamplingParams
 from weft.observe.metrics import EngineStep
 
 # To the engine
+
+
+class Orders(msgspec.Struct):
+    """What an engine process is to run: JSON, the first line of its standard input."""
+
+    address: str  # of the API process's socket
+    path: str  # of the model directory
+    eos_ids: tuple[int, ...]  # that end a text beside those that the model's config names
+    options: dict[str, Any]  # EngineOptions
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, eq=False):

@@ -22,6 +22,7 @@ from weft.serve.calls import Desk
 from weft.serve.client import EngineClient, Listener, clock
 from weft.serve.connection import Connection
 from weft.serve.gate import Limits
+from weft.serve.messages import Facts
 from weft.serve.settings import ServeOptions
 from weft.serve.texts import Texts
 from weft.text.reasoning import REASONING_PARSERS, detect_reasoning
@@ -214,7 +215,7 @@ class _Process(uvicorn.Server):
         key = " -H 'Authorization: Bearer KEY'" if self.server.options.api_key else ""
         print(f"\nweft serves {name} on {url} (ready after {seconds:.1f} s)")
         if facts is not None and facts.makes_promises:
-            print(f"  promised: {_promised(facts.effective_gap(None), facts.effective_ttft(None, 0), facts)}")
+            print(f"  promised: {_promised(facts)}")
             print(
                 "            what could not be in time is refused (503); --policy chunked promises and refuses nothing"
             )
@@ -227,8 +228,8 @@ class _Process(uvicorn.Server):
         )
 
 
-def _promised(gap: float | None, ttft: float | None, facts: object) -> str:
-    per_1k = getattr(facts, "ttft_target_per_1k", 0.0)
+def _promised(facts: Facts) -> str:
+    gap, ttft, per_1k = facts.effective_gap(None), facts.effective_ttft(None, 0), facts.ttft_target_per_1k
     parts = [] if gap is None else [f"{gap * 1000:.3g} ms between tokens"]
     if ttft is not None:
         more = f" + {per_1k * 1000:.3g} ms per 1,000 prompt tokens" if per_1k else ""

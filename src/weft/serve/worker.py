@@ -33,6 +33,7 @@ from weft.serve.messages import (
     Facts,
     Fatal,
     News,
+    Orders,
     PromptLogprobs,
     Ready,
     Rejected,
@@ -48,15 +49,6 @@ MOST_FAILURES = 3  # steps in a row; then the device is not to be trusted and an
 SHORT = 2048  # tokens of a prompt that is made ready at once: half a millisecond
 SOON = 1  # milliseconds between looks at what is made ready, where there is nothing else to do
 LINGER = 1000  # milliseconds that last words may take to get out
-
-
-class Orders(msgspec.Struct):
-    """The first line of standard input."""
-
-    address: str  # of the API process's socket
-    path: str  # of the model directory
-    eos_ids: tuple[int, ...]  # that end a text beside those that the model's config names
-    options: dict[str, Any]  # EngineOptions
 
 
 def main() -> int:
