@@ -146,6 +146,29 @@ def test_precedence_orders_a_tenants_own_prompts_and_nobody_elses() -> None:
     assert [served.partition(":")[0] for served in run(loop)] == ["a1", "b2", "b1", "a2"]
 
 
+def test_a_users_prompts_make_room_for_those_of_other_users_of_the_tenant() -> None:
+    loop = slo_loop(tokens=8)
+    for number in range(4):
+        add(loop, f"a{number}", 8, user="a", arrival=number * 0.01, ttft_target=1000.0)
+    add(loop, "B0", 8, user="b", arrival=0.1, ttft_target=1000.0)
+    add(loop, "C0", 8, arrival=1.5, ttft_target=1000.0)  # of nobody in particular
+    add(loop, "B1", 8, user="b", arrival=1.6, ttft_target=1000.0)
+    assert [served.partition(":")[0] for served in run(loop)] == ["a0", "B0", "a1", "C0", "a2", "B1", "a3"]
+    loop.scheduler.check_integrity()
+
+
+def test_a_user_is_put_back_for_what_waits_and_not_for_what_has_started() -> None:
+    loop = slo_loop(tokens=8)
+    add(loop, "a0", 8, user="a", arrival=0.0, ttft_target=1000.0)
+    assert run(loop, steps=1) == ["a0:0+8*"]
+    gone = add(loop, "a1", 8, user="a", arrival=0.1, ttft_target=1000.0)
+    loop.abort(gone)
+    add(loop, "a2", 8, user="a", arrival=0.2, ttft_target=1000.0)
+    add(loop, "b0", 8, user="b", arrival=0.3, ttft_target=1000.0)
+    assert [served.partition(":")[0] for served in run(loop)] == ["a2", "b0"]
+    loop.scheduler.check_integrity()
+
+
 def test_a_share_bounds_the_seats_while_others_are_there() -> None:
     loop = slo_loop(tokens=16, seqs=4)
     for number in range(4):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.engine.tiny import talking_directory, tiny_directory, write_letters
 from weft import LLM, RequestError, SamplingParams, StructuredOutputs
 from weft.engine import structured
 from weft.engine.masks import Masks
+from weft.engine.params import Thoughts
 from weft.engine.structured import Grammars, check_structure
 
 PERSON = {
@@ -162,6 +164,35 @@ def test_bias_and_penalties_choose_among_what_is_allowed_and_logprobs_are_raw(ll
     assert plain.logprobs is not None
     assert result.logprobs[0].top == pytest.approx(plain.logprobs[0].top)
     assert result.logprobs[0].rank > 1
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "json_object"])
+def test_a_form_may_begin_behind_a_thought(llm: LLM, form: str) -> None:
+    wish, _ = FORMS[form]
+    reply = generate(llm, structured_outputs=wish).text
+    assert llm.tokenizer is not None
+    assert llm.engine.grammars is not None
+    for is_open, text, accepted in (
+        (True, "So, </thin {\n</think>\n\n" + reply, True),
+        (True, reply, False),
+        (False, "<think>\n</think>" + reply, True),
+        (False, reply, True),
+        (False, "<think>" + reply, False),
+        (False, "So</think>" + reply, False),
+    ):
+        structure = replace(wish, behind=Thoughts("<think>", "</think>", is_open))
+        ((matcher, *_),) = llm.engine.grammars.compile(structure)
+        matcher.try_consume_tokens(llm.tokenizer.encode(text, add_special_tokens=False))
+        assert matcher.is_accepting() == accepted, text
+
+
+def test_a_thought_is_free_and_what_follows_is_not(llm: LLM) -> None:
+    wish = StructuredOutputs(choice=["yes", "no"], behind=Thoughts("<think>", ".", open=True))
+    result = generate(llm, structured_outputs=wish, temperature=1.2)
+    thought, _, reply = result.text.partition(".")
+    assert len(thought) > 1
+    assert reply.strip() in ("yes", "no"), result.text
+    assert result.finish_reason == "stop"
 
 
 def test_a_grammar_may_name_special_tokens(llm: LLM) -> None:

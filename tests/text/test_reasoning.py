@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import OptionError
-from weft.text.reasoning import ReasoningParser, detect_reasoning, make_reasoning_parser
+from weft.text.reasoning import Place, ReasoningParser, detect_reasoning, make_reasoning_parser, place_of
 
 
 def split(parser: ReasoningParser, *pieces: str) -> tuple[str, str]:
@@ -111,3 +111,17 @@ def test_an_unknown_name_is_refused():
 )
 def test_the_style_is_seen_in_the_template(template, name):
     assert detect_reasoning(template) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt_end", "place"),
+    [
+        ("qwen3", "<|im_start|>assistant\n", Place(open=False, over=False)),
+        ("qwen3", "assistant\n<think>\n", Place(open=True, over=False)),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", Place(open=False, over=True)),
+        ("deepseek_r1", "<｜Assistant｜>", Place(open=True, over=False)),
+        ("deepseek_r1", "<｜Assistant｜></think>", Place(open=False, over=True)),
+    ],
+)
+def test_where_the_reply_to_a_prompt_stands(name: str, prompt_end: str, place: Place) -> None:
+    assert place_of(name, prompt_end) == place

@@ -11,6 +11,7 @@ from weft.core.cost import CostModel
 from weft.core.request import Rank, Request, State
 from weft.core.tenants import DEBT, INPUT_WEIGHT, Account
 
+TURN = 1.0  # seconds by which a prompt is put back for each one of the same user that waits before it
 PATIENCE = 10.0  # seconds after which a request without a promise goes before those promised a first token later
 
 
@@ -35,7 +36,10 @@ class ByArrival:
 
 
 class BySlack:
-    """The one that must start soonest goes first: due time minus its own work. So time spent waiting always counts."""
+    """The one that must start soonest goes first: due time minus its own work. So time spent waiting always counts.
+
+    A user who sends many prompts at once is put back with all but the first, for a time, not for good.
+    """
 
     fair = True
     overtakes = True
@@ -48,6 +52,7 @@ class BySlack:
             start = request.arrival + PATIENCE
         else:
             start = request.due - self.cost.coefficients.prefill_seconds(0, request.known)
+        start += TURN * request.turn
         return (request.batch, request.priority, request.precedence, start, request.arrival, request.id)
 
 

@@ -27,6 +27,7 @@ class Request:
     priority: int = 0  # lower goes first
     tenant: str = ""  # who it is for; tenants share by tokens
     precedence: int = 0  # lower goes first, among prompts of the same tenant and class
+    user: str = ""  # who within the tenant: each one's prompts make room for the others'; "" is nobody
     batch: bool = False  # makes no promise and fills the slack behind everybody else
     ttft_target: float = math.inf  # seconds from arrival to the first token
     gap_target: float = math.inf  # seconds between tokens
@@ -38,6 +39,7 @@ class Request:
     finish_reason: str | None = None
     slot: int = -1  # -1: none. Kept after the seat is given up while a step in flight still names it.
     known: int = 0  # tokens to compute on (re)admission: the prompt, plus what was sampled before a preemption
+    turn: int = 0  # how many prompts of the same user waited when it came
     rank: Rank = ()  # class (two numbers), precedence, then the policy's order; see `Order.rank`
     account: Account | None = None  # its tenant's, once it was added
     tag: float | None = None  # its tenant's service when it started, before its prompt was charged; None: not yet

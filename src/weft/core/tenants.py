@@ -1,8 +1,9 @@
 """Tenants: what each was served and what it holds. Who got least goes first, and none keeps more than its share."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 INPUT_WEIGHT = 1.0  # of a token that is computed
 OUTPUT_WEIGHT = 2.0  # of a token that is sampled: it takes a whole step's turn, and its context is read for it
@@ -23,6 +24,18 @@ class Account:
     batch: int = 0  # likewise, of the batch class
     seats: int = 0
     blocks: int = 0  # a block that two requests share counts for both
+    waiting: Counter[str] = field(default_factory=Counter)  # by user, who has one: prompts that have not started
+
+    def line_up(self, user: str) -> int:
+        """A prompt of this user waits; returns how many did before it."""
+        self.waiting[user] += 1
+        return self.waiting[user] - 1
+
+    def step_out(self, user: str) -> None:
+        """It starts, or ends without having started."""
+        self.waiting[user] -= 1
+        if not self.waiting[user]:
+            del self.waiting[user]
 
     def charge(self, weighted_tokens: float) -> None:
         self.service += weighted_tokens / self.weight

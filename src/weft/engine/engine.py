@@ -29,6 +29,7 @@ class Wishes(NamedTuple):
     batch: bool = False  # wants no promise: fills the slack behind everybody else
     gap_target_ms: float | None = None  # None: the engine's
     ttft_target_ms: float | None = None  # None: the engine's
+    user: str = ""  # who within the tenant: each one's prompts make room for the others'; "" is nobody
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Engine:
 
     def standing(self, wishes: Wishes, prompt_tokens: int) -> Standing:
         """What a request is really promised."""
-        priority, tenant, precedence, batch, gap_ms, ttft_ms = wishes
+        priority, tenant, precedence, batch, gap_ms, ttft_ms, user = wishes
         for name, number in (("priority", priority), ("precedence", precedence)):
             if isinstance(number, bool) or not isinstance(number, int):
                 raise RequestError(f"{name}={number!r} must be a whole number; lower goes first")
@@ -117,14 +118,14 @@ class Engine:
                 why = "a batch request" if batch else "an engine that was started without targets"
                 raise RequestError(f"{name}={value:g}: {why} promises nothing; leave the target out")
         if batch or self.promises is None:
-            return Standing(priority, tenant, precedence, batch)
+            return Standing(priority, tenant, precedence, batch, user=user)
         targets = self.promises.targets
         gap = targets.gap if gap_ms is None else gap_ms / 1000
         ttft = targets.first_token(prompt_tokens) if ttft_ms is None else ttft_ms / 1000
         gap = max(gap, self.promises.min_gap)
         # What all are promised comes first: one that asks for more must not slow the others down by it.
         firm = max(gap, targets.gap)
-        return Standing(priority, tenant, precedence, batch, ttft, firm, gap if gap < firm else math.inf)
+        return Standing(priority, tenant, precedence, batch, ttft, firm, gap if gap < firm else math.inf, user)
 
     def _grammars(self, params: SamplingParams) -> Sequence[Grammar | None]:
         """One for each of the n completions."""

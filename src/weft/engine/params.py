@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.errors import RequestError
 
@@ -10,9 +10,17 @@ MAX_LOGPROBS = 20  # alternatives reported per position
 MAX_COUNT = 2**31 - 1  # of tokens and the like: more than any context, and it fits the arrays
 
 
+class Thoughts(NamedTuple):
+    """Tags around what a model thinks before it replies."""
+
+    start: str
+    end: str
+    open: bool  # whether the prompt has the first tag; else the model may think, or not
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """The form that an output must have, from its first token to its end of text. Exactly one is given.
+    """The form that an output must have, up to its end of text. Exactly one is given.
 
     Whether the schema, regex or grammar is a good one is not found out here: see `weft.engine.structured`.
     """
@@ -22,9 +30,10 @@ class StructuredOutputs:
     regex: str | None = None  # matches the whole output; as in Rust: no look-around, no back-references
     choice: Sequence[str] | None = None  # one of these texts
     grammar: str | None = None  # Lark, in llguidance's dialect; or GBNF, which has a rule `root ::= ...`
+    behind: Thoughts | None = None  # it begins behind these, in which anything may be
 
     def __post_init__(self) -> None:
-        names = [field.name for field in fields(self)]
+        names = _forms()
         given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = " and ".join(given) or "nothing"
@@ -46,7 +55,7 @@ class StructuredOutputs:
     @classmethod
     def of(cls, data: Any) -> "StructuredOutputs":
         """From a JSON object; a field that does not exist is a RequestError."""
-        known = [field.name for field in fields(cls)]
+        known = _forms()
         if not isinstance(data, Mapping):
             raise RequestError(f"structured_outputs must be an object with one of {', '.join(known)}, not {data!r:.80}")
         unknown = [name for name in data if name not in known]
@@ -57,7 +66,11 @@ class StructuredOutputs:
     @property
     def kind(self) -> str:
         """The field that is given."""
-        return next(field.name for field in fields(self) if getattr(self, field.name) not in (None, False))
+        return next(name for name in _forms() if getattr(self, name) not in (None, False))
+
+
+def _forms() -> list[str]:
+    return [field.name for field in fields(StructuredOutputs) if field.name != "behind"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ class Standing(NamedTuple):
     ttft_target: float = math.inf
     gap_target: float = math.inf
     gap_wish: float = math.inf  # a smaller one, given as far as it costs the others next to nothing
+    user: str = ""  # who within the tenant: each one's prompts make room for the others'
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from weft.engine.params import StructuredOutputs
+from weft.engine.params import StructuredOutputs, Thoughts
 from weft.errors import RequestError
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ class Grammars:
         """For `count` requests. Raises a RequestError where the form cannot be kept to."""
         text = grammar_text(structure)
         self._tried(structure.kind, text)
+        if structure.behind is not None:
+            text = _behind(structure.behind, text)
         tokenizer = self.tokenizer
         matchers = _with_room(lambda: [_matcher(text, tokenizer) for _ in range(count)])
         return [Grammar(matcher, tokenizer.vocab_size, self.end_ids) for matcher in matchers]
@@ -124,7 +126,7 @@ class Grammars:
             tokens.no_truncation()
             tokens.no_padding()
             size = max(self.vocab_size, 1 + max(tokens.get_vocab(with_added_tokens=True).values()))
-            return LLTokenizer(tokens.to_str(), n_vocab=size, eos_token=list(self.end_ids))
+            return LLTokenizer(_with_plain_tags(tokens.to_str()), n_vocab=size, eos_token=list(self.end_ids))
         except Exception as error:  # tokenizers raises bare Exceptions
             raise RequestError(f"{file} cannot be used for structured output: {_one_line(str(error))}") from error
 
@@ -147,6 +149,29 @@ def _source(structure: StructuredOutputs) -> str:
         # One terminal, which is matched as a regex: thousands of alternatives in a rule would be too many.
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, structure.choice))
     return structure.regex or structure.grammar or ""
+
+
+def _behind(thoughts: Thoughts, text: str) -> str:
+    """The grammar of a thought and then a reply by this grammar."""
+    start, end = json.dumps(thoughts.start), json.dumps(thoughts.end)
+    lines = [
+        f"start: {'thought' if thoughts.open else 'whole?'} @reply",
+        f"whole: {start} thought",
+        "thought: inside space",
+        f"inside[suffix={end}]: /(?s:.*)/",
+        r"space: /[ \n]{0,4}/",
+    ]
+    replies = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+    replies[0]["name"] = "reply"
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *replies]})
+
+
+def _with_plain_tags(tokenizer: str) -> str:
+    """Some tokenizers mark the tags of thoughts as special, of which no text consists; here they are text."""
+    content = json.loads(tokenizer)
+    for token in content.get("added_tokens", ()):
+        token["special"] = token["special"] and not re.fullmatch(r"</?think>", token["content"])
+    return json.dumps(content)
 
 
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)

@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
-from weft.engine.params import SamplingParams, StructuredOutputs
+from weft.engine.params import SamplingParams, StructuredOutputs, Thoughts
 from weft.errors import RequestError
 from weft.serve.choices import Choice, ForcedCall, ForcedCalls
 from weft.serve.client import Prompt
@@ -21,7 +21,7 @@ from weft.serve.infer import Call
 from weft.serve.messages import Facts
 from weft.serve.responses import ResponsesBody, ResponsesFormat, as_chat
 from weft.serve.texts import SHORT, Texts
-from weft.text.reasoning import make_reasoning_parser
+from weft.text.reasoning import REASONING_PARSERS, make_reasoning_parser, place_of
 from weft.text.tools import ToolParser, make_tool_parser
 
 Ids = list[int]
@@ -137,7 +137,7 @@ class Desk:
             if params_of(body, self.defaults).structured_outputs is not None:
                 raise RequestError("tool_choice asks for a structure, and so does another field: give one")
             special["structured_outputs"] = structure
-        params = params_of(body, self.defaults, **special)
+        params = self._behind_thoughts(params_of(body, self.defaults, **special), end)
         format = format or ChatFormat(
             f"chatcmpl-{caller.request_id}",
             self.model,
@@ -151,13 +151,24 @@ class Desk:
         choices = []
         for index in range(params.n):
             reasoning = None
-            if self.reasoning_parser is not None and params.structured_outputs is None:
+            if self.reasoning_parser is not None:
                 reasoning = make_reasoning_parser(self.reasoning_parser, end)
             parser = tools.parser(self.tool_parser)
             single = not tools.parallel
             choice = Choice(index, self.texts.tokenizer, ids, params, reasoning=reasoning, tools=parser, single=single)
             choices.append(choice)
         return await self._call(body, caller, facts, [ids], params, choices, format)
+
+    def _behind_thoughts(self, params: SamplingParams, prompt_end: str) -> SamplingParams:
+        """A model that thinks does so before it is held to a structure."""
+        if params.structured_outputs is None or self.reasoning_parser is None:
+            return params
+        place = place_of(self.reasoning_parser, prompt_end)
+        if place.over:
+            return params
+        style = REASONING_PARSERS[self.reasoning_parser]
+        thoughts = Thoughts(style.start, style.end, place.open)
+        return replace(params, structured_outputs=replace(params.structured_outputs, behind=thoughts))
 
     async def chat_ids(self, body: TokenizeBody) -> Ids:
         """What a chat with these messages would send to the model."""
@@ -338,8 +349,8 @@ def _wishes(body: Sampling, caller: Caller, facts: Facts) -> Wishes:
         raise RequestError('service_tier "flex" is promised nothing: leave the x-slo headers out')
     if not facts.makes_promises and (ttft_ms or gap_ms):
         raise RequestError("x-slo headers: this server keeps no promises (see --policy); leave them out")
-    # A client's priority orders its own requests; among keys, fairness decides.
-    return Wishes(0, caller.tenant, body.priority or 0, batch, gap_ms, ttft_ms)
+    # A client's priority and users order its own requests; among keys, fairness decides.
+    return Wishes(0, caller.tenant, body.priority or 0, batch, gap_ms, ttft_ms, body.user or "")
 
 
 def _promised(gap: float | None, ttft: float | None) -> list[tuple[bytes, bytes]]:

@@ -43,7 +43,7 @@ class Sampling(Struct, kw_only=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
-    user: str | None = None  # accepted; it orders nothing
+    user: str | None = None  # within an API key, each one's prompts make room for the others'; under slo only
     service_tier: str | None = None  # "flex": no promise, fills the slack
     top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None

@@ -27,13 +27,26 @@ REASONING_PARSERS = {
 }
 
 
-def make_reasoning_parser(name: str, prompt_end: str) -> "ReasoningParser":
-    """A parser for one reply to a prompt with this end: chat templates often write a tag, or both, themselves."""
-    if name not in REASONING_PARSERS:
-        raise OptionError(f"reasoning_parser={name!r} is unknown: choose {', '.join(REASONING_PARSERS)}")
+class Place(NamedTuple):
+    """Where the reply to a prompt stands: chat templates often write a tag, or both, themselves."""
+
+    open: bool  # inside the tags
+    over: bool  # behind them
+
+
+def place_of(name: str, prompt_end: str) -> Place:
     start, end, open = REASONING_PARSERS[name]
     prompt_end = prompt_end.rstrip()
-    return ReasoningParser(start, end, prompt_end.endswith(start) or (open and not prompt_end.endswith(end)))
+    over = prompt_end.endswith(end)
+    return Place(prompt_end.endswith(start) or (open and not over), over)
+
+
+def make_reasoning_parser(name: str, prompt_end: str) -> "ReasoningParser":
+    """A parser for one reply to a prompt with this end."""
+    if name not in REASONING_PARSERS:
+        raise OptionError(f"reasoning_parser={name!r} is unknown: choose {', '.join(REASONING_PARSERS)}")
+    start, end, _ = REASONING_PARSERS[name]
+    return ReasoningParser(start, end, place_of(name, prompt_end).open)
 
 
 def detect_reasoning(template: str) -> str | None:
