@@ -14,6 +14,8 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from weft.kernels.attention import Heads, PlainHeads
+
 VOCAB = 256
 GAIN = 2.0  # of the weights that make logits differ; larger ones amplify rounding beyond 1e-4
 CONTEXT = 512  # max_position_embeddings
@@ -168,7 +170,9 @@ class DenseAttend:
     positions: Tensor
     sequences: Tensor  # to which sequence each token belongs
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def __call__(self, heads: Heads, qkv: Tensor) -> Tensor:
+        q, k, v = PlainHeads(self.positions).split(heads, qkv)
+        scale, window = heads.scale, heads.window
         distance = self.positions[:, None] - self.positions[None, :]
         seen = (self.sequences[:, None] == self.sequences[None, :]) & (distance >= 0)
         if window is not None:
@@ -184,5 +188,5 @@ def weft_logits(model: Any, *prompts: Tensor) -> list[Tensor]:
     """weft's logits for each prompt, computed as one flat batch."""
     positions = torch.cat([torch.arange(len(tokens)) for tokens in prompts])
     sequences = torch.cat([torch.full((len(tokens),), index) for index, tokens in enumerate(prompts)])
-    hidden = model(torch.cat(prompts), positions, DenseAttend(positions, sequences))
+    hidden = model(torch.cat(prompts), DenseAttend(positions, sequences))
     return list(torch.split(model.logits(hidden), [len(tokens) for tokens in prompts]))

@@ -96,9 +96,9 @@ class TorchExecutor:
         places = self._tables[row_of_token, where // size] * size + where % size
         width = int((plan.first + plan.count).max() - 1) // size + 1  # blocks of the longest row
         attend = ReferenceAttention(
-            self.kv, places, self._tables[slots, :width], plan.first, plan.count, plan.num_decodes
+            self.kv, where, places, self._tables[slots, :width], plan.first, plan.count, plan.num_decodes
         )
-        return self.model.forward(token_ids, where, attend)
+        return self.model.forward(token_ids, attend)
 
     def _update_tables(self, plan: StepPlan) -> None:
         if len(plan.new_blocks.slots):

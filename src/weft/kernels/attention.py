@@ -1,24 +1,88 @@
 """The attention interface: what a model's layer calls, and what every backend provides."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+
+class Angles(NamedTuple):
+    """cos and sin of the angles of a step's tokens, each [T, 1, rotary_dim / 2]: one row serves all heads."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Rotation(Protocol):
+    """A rotary position embedding. Layers with equal settings share one object."""
+
+    @property
+    def table(self) -> Tensor:
+        """cos and sin of every position that a context may have, [max_model_len, 2, rotary_dim / 2], in float32."""
+        ...
+
+    def __call__(self, positions: Tensor) -> Angles: ...
+
+
+class HeadNorm(NamedTuple):
+    """The norm of each head of the queries or of the keys."""
+
+    apply: Callable[[Tensor], Tensor]
+    weight: Tensor | None  # None: it is not the usual root mean square norm, and only `apply` knows what it is
+    eps: float
+
+
+class Heads(NamedTuple):
+    """What a layer's attention is, beside its matrices."""
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None  # a query at position p sees keys at positions > p - window; None: all up to p
+    rotation: Rotation
+    q_norm: HeadNorm | None = None  # before the rotation
+    k_norm: HeadNorm | None = None
 
 
 class Attend(Protocol):
     """Attention over one step's flat batch. A model calls it once per layer; it knows nothing of requests or blocks.
 
-    All slices of the step lie behind each other on the first axis (T tokens). The backend first writes k and v of every
-    token into the paged cache and then attends, so that a slice may read what a neighbour writes in the same step.
+    All slices of the step lie behind each other on the first axis (T tokens). The backend norms and rotates queries and
+    keys, writes k and v of every token into the paged cache, and then attends, so that a slice may read what a
+    neighbour writes in the same step.
     """
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,  # [T, heads, head_dim], rotated
-        k: Tensor,  # [T, kv_heads, head_dim], rotated
-        v: Tensor,  # [T, kv_heads, head_dim]
-        scale: float,
-        window: int | None,  # a query at position p sees keys at positions > p - window; None: all up to p
-    ) -> Tensor:  # [T, heads * head_dim]
+    def __call__(self, heads: Heads, qkv: Tensor) -> Tensor:
+        """[T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]"""
         ...
+
+
+class PlainHeads:
+    """Norms and rotations in plain torch, for backends that have no kernel for them."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+        self._angles: dict[Rotation, Angles] = {}
+
+    def split(self, heads: Heads, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k (both rotated) and v, each [T, heads, head_dim]."""
+        qkv = qkv.view(len(qkv), -1, heads.head_dim)
+        qk, v = torch.split(qkv, [heads.heads + heads.kv_heads, heads.kv_heads], dim=1)
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q, k = torch.split(qk, [heads.heads, heads.kv_heads], dim=1)
+            qk = torch.cat((heads.q_norm.apply(q), heads.k_norm.apply(k)), dim=1)
+        if heads.rotation not in self._angles:
+            self._angles[heads.rotation] = heads.rotation(self.positions)
+        q, k = torch.split(rotate(qk, self._angles[heads.rotation]), [heads.heads, heads.kv_heads], dim=1)
+        return q, k, v
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """x [T, heads, head_dim] with its leading dimensions rotated: dimension i is paired with i + rotary_dim / 2."""
+    cos, sin = angles
+    half = cos.shape[-1]
+    a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)

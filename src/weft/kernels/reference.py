@@ -6,19 +6,21 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weft.kernels.attention import Heads, PlainHeads
 from weft.kv import KVPool
 
 
 class ReferenceAttention:
     """One step's attention (an `Attend`). Decode rows are padded and run together, prefill rows one by one.
 
-    `tables` holds each row's block table, `first` and `count` each row's positions; the first `num_decodes` rows are
-    decodes of one token.
+    `positions` and `places` (block * block_size + offset) are each token's. `tables` holds each row's block table,
+    `first` and `count` each row's positions; the first `num_decodes` rows are decodes of one token.
     """
 
     def __init__(
         self,
         kv: KVPool,
+        positions: Tensor,
         places: Tensor,
         tables: Tensor,
         first: NDArray[np.int64],
@@ -26,6 +28,7 @@ class ReferenceAttention:
         num_decodes: int,
     ) -> None:
         self.kv = kv
+        self.plain = PlainHeads(positions)
         self.places = places
         self.num_decodes = num_decodes
         self._decodes = [
@@ -38,7 +41,9 @@ class ReferenceAttention:
             for row in range(num_decodes, len(count))
         ]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def __call__(self, heads: Heads, qkv: Tensor) -> Tensor:
+        layer, scale, window = heads.layer, heads.scale, heads.window
+        q, k, v = self.plain.split(heads, qkv)
         self.kv.write(layer, self.places, k, v)
         out = torch.empty_like(q)
         for group in self._decodes:

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.kernels import ops
 from weft.kernels.attention import Attend
 from weft.models.config import ModelConfig
-from weft.models.layers import RMSNorm, Stacked, wide
+from weft.models.layers import Attention, RMSNorm, Stacked, wide
 from weft.models.rope import Rope
 
 
@@ -40,32 +41,31 @@ class CausalLM(nn.Module):
         self.layers = nn.ModuleList(self.build_layer(config, index) for index in range(config.num_layers))
         self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.ropes: list[Rope] = []
-        self.layer_rope: list[int] = []  # per layer an index into ropes
 
     def build_layer(self, config: ModelConfig, index: int) -> nn.Module:
         raise NotImplementedError
 
-    def build_ropes(self, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        distinct = list(dict.fromkeys(self.config.layer_ropes))
-        self.ropes = [Rope(rope, max_model_len, dtype, device) for rope in distinct]
-        self.layer_rope = [distinct.index(rope) for rope in self.config.layer_ropes]
+    def settle(self, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        """The weights are in place; positions are counted up to `max_model_len`."""
+        ropes = {rope: Rope(rope, max_model_len, dtype, device) for rope in self.config.layer_ropes}
+        attentions = [module for module in self.modules() if isinstance(module, Attention)]
+        for attention, rope in zip(attentions, self.config.layer_ropes, strict=True):
+            attention.settle(ropes[rope])
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.embed_tokens.weight)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states [T, hidden] of a step's tokens; `attend` knows which of them belong together."""
-        angles = [rope(positions) for rope in self.ropes]
-        x = self.embed(token_ids)
-        for layer, rope in zip(self.layers, self.layer_rope, strict=True):
-            x = layer(x, angles[rope], attend)
-        return self.norm.forward(x)
+    def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states [T, hidden] of a step's tokens; `attend` knows where each of them belongs."""
+        x, residual = self.embed(token_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, attend)
+        return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [N, vocab] of the next token for rows of `forward`'s result, in float32 or wider."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        scores = wide(F.linear(hidden, head.weight))
+        scores = wide(ops.linear(hidden, head.weight))
         cap = self.config.logit_softcap
         return scores if cap is None else torch.tanh(scores / cap) * cap
 

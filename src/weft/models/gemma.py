@@ -7,11 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.kernels.attention import Attend
+from weft.kernels.attention import Attend, HeadNorm
 from weft.models.base import CausalLM
 from weft.models.config import ModelConfig
 from weft.models.layers import MLP, Attention, RMSNorm, wide
-from weft.models.rope import Angles
 
 _DEFAULTS = {
     "head_dim": 256,
@@ -30,6 +29,13 @@ class GemmaNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(wide(x), self.weight.shape, 1 + wide(self.weight), self.eps).to(x.dtype)
 
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = x if residual is None else x + residual
+        return self.forward(x), x
+
+    def of_heads(self) -> HeadNorm:
+        return HeadNorm(self.forward, None, self.eps)
+
 
 class Gemma3Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -42,10 +48,11 @@ class Gemma3Layer(nn.Module):
         self.pre_feedforward_layernorm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), angles, attend))
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        return x
+    def forward(self, x: Tensor, residual: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, attend))
+        x, residual = self.pre_feedforward_layernorm.add(x, residual)
+        return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
 class Gemma3(CausalLM):

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.kernels.attention import Attend
+from weft.kernels import ops
+from weft.kernels.attention import Attend, HeadNorm, Heads, Rotation
 from weft.models.config import ModelConfig, MoeConfig
-from weft.models.rope import Angles, rotate
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -50,6 +50,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of their sum, and the sum."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def of_heads(self) -> HeadNorm:
+        return HeadNorm(self.forward, self.weight, self.eps)
+
 
 class Stacked(nn.Module):
     """A module whose parameters each hold several tensors of a published checkpoint."""
@@ -70,11 +77,16 @@ class StackedLinear(Stacked):
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias)
 
     def parts(self, parameter: str) -> dict[str, Tensor]:
         views = torch.split(self.get_parameter(parameter), list(self.out_features.values()))
         return {f"{name}.{parameter}": view for name, view in zip(self.out_features, views, strict=True)}
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
 
 
 class Attention(nn.Module):
@@ -90,23 +102,33 @@ class Attention(nn.Module):
         qk_norm: type[RMSNorm] | None = None,
     ) -> None:
         super().__init__()
-        self.index, self.window, self.scale = index, config.layer_windows[index], config.attention_scale
-        self.head_dim, self.heads, self.kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
-        sizes = {"q_proj": self.heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
-        sizes = {name: heads * self.head_dim for name, heads in sizes.items()}
+        self.index, self.config = index, config
+        sizes = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
+        sizes = {name: heads * config.head_dim for name, heads in sizes.items()}
         self.qkv_proj = StackedLinear(config.hidden_size, sizes, bias=qkv_bias)
-        self.o_proj = nn.Linear(sizes["q_proj"], config.hidden_size, bias=output_bias)
-        self.q_norm = qk_norm(self.head_dim, config.rms_norm_eps) if qk_norm else None
-        self.k_norm = qk_norm(self.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.o_proj = Linear(sizes["q_proj"], config.hidden_size, bias=output_bias)
+        self.q_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+        self._heads: Heads | None = None
 
-    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        qk, v = torch.split(qkv, [self.heads + self.kv_heads, self.kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = torch.split(qk, [self.heads, self.kv_heads], dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = torch.split(rotate(qk, angles), [self.heads, self.kv_heads], dim=1)
-        return self.o_proj.forward(attend(self.index, q, k, v, self.scale, self.window))
+    def settle(self, rotation: Rotation) -> None:
+        """Its weights are in place: what backends need to know of it."""
+        config, index = self.config, self.index
+        self._heads = Heads(
+            index,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.attention_scale,
+            config.layer_windows[index],
+            rotation,
+            None if self.q_norm is None else self.q_norm.of_heads(),
+            None if self.k_norm is None else self.k_norm.of_heads(),
+        )
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        assert self._heads is not None, "a model is settled before it runs"
+        return self.o_proj.forward(attend(self._heads, self.qkv_proj(x)))
 
 
 class MLP(nn.Module):
@@ -117,12 +139,11 @@ class MLP(nn.Module):
         inner = config.intermediate_size
         sizes = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = StackedLinear(config.hidden_size, sizes, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = Linear(inner, config.hidden_size, bias=config.mlp_bias)
         self.activation = activation(config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj.forward(self.activation(gate) * up)
+        return self.down_proj.forward(ops.gated(self.gate_up_proj(x), self.activation))
 
 
 class Experts(Stacked):
@@ -180,7 +201,10 @@ class SparseMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each behind a norm and added to the residual stream.
+
+    What a layer leaves to be added to the stream goes along beside it: the next norm does both at once.
+    """
 
     def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -189,7 +213,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), angles, attend)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return x
+    def forward(self, x: Tensor, residual: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, attend)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the frequencies of every kind, and the rotation of queries and keys.
+"""Rotary position embeddings: the frequencies of every kind, and their angles.
 
 A request's tokens must not depend on its company, on chunking or on what the KV cache already holds. So frequencies are
 a function of the model and of max_model_len, never of the length that a sequence has reached:
@@ -9,42 +9,35 @@ a function of the model and of max_model_len, never of the length that a sequenc
 Transformers changes both while a sequence grows, which leaves keys in its cache that were rotated by another frequency.
 """
 
+import functools
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from weft.kernels.attention import Angles
 from weft.models.config import RopeConfig
 
 
-class Angles(NamedTuple):
-    """cos and sin of the angles of a step's tokens, each [T, 1, rotary_dim / 2]: one row serves all heads."""
-
-    cos: Tensor
-    sin: Tensor
-
-
 class Rope:
-    """One rotary embedding on a device. Layers with equal settings share it; it is evaluated once a forward pass."""
+    """One rotary embedding on a device (a `Rotation`). Layers with equal settings share it."""
 
     def __init__(self, config: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.inv_freq = frequencies(config, max_model_len, wide).to(device)
         self.factor = attention_factor(config)
         self.dtype = dtype
+        self.max_model_len = max_model_len
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """For kernels, which round only once, at the end."""
+        angles = torch.arange(self.max_model_len, device=self.inv_freq.device)[:, None] * self.inv_freq
+        return (torch.stack((angles.cos(), angles.sin()), dim=1) * self.factor).float()
 
     def __call__(self, positions: Tensor) -> Angles:
         angles = positions[:, None, None] * self.inv_freq
         return Angles((angles.cos() * self.factor).to(self.dtype), (angles.sin() * self.factor).to(self.dtype))
-
-
-def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """x [T, heads, head_dim] with its leading dimensions rotated: dimension i is paired with i + rotary_dim / 2."""
-    cos, sin = angles
-    half = cos.shape[-1]
-    a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
 def frequencies(rope: RopeConfig, max_model_len: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -42,7 +42,7 @@ def load_model(
         model.to_empty(device=device)
         for name, target in _sources(model, checkpoint):
             target.copy_(checkpoint.tensor(name))
-    model.build_ropes(max_model_len, dtype, device)
+    model.settle(max_model_len, dtype, device)
     return model
 
 
