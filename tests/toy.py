@@ -113,6 +113,7 @@ def toy_stream(
     block_size: int = 4,
     arrival: float = 0.0,
     salt: str = "",
+    sibling: bool = False,
     **standing: Any,
 ) -> Stream:
     return Stream.open(
@@ -126,4 +127,5 @@ def toy_stream(
         hashes=prompt_hashes(root_hash(salt), np.array(prompt, np.int32), block_size),
         arrival=arrival,
         standing=Standing(**standing),
+        sibling=sibling,
     )

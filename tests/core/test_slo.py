@@ -157,6 +157,17 @@ def test_a_users_prompts_make_room_for_those_of_other_users_of_the_tenant() -> N
     loop.scheduler.check_integrity()
 
 
+def test_a_user_is_not_put_back_for_batch_prompts_nor_for_completions_of_one_prompt() -> None:
+    loop = slo_loop(tokens=8)
+    for number in range(3):
+        add(loop, f"x{number}", 8, user="a", arrival=number * 0.01, batch=True)
+    add(loop, "a0", 8, user="a", arrival=0.1, ttft_target=1000.0)
+    add(loop, "m1", 8, user="a", arrival=0.1, ttft_target=1000.0, sibling=True)
+    add(loop, "B0", 8, user="b", arrival=0.2, ttft_target=1000.0)
+    assert [served.partition(":")[0] for served in run(loop)][:3] == ["a0", "m1", "B0"]
+    loop.scheduler.check_integrity()
+
+
 def test_a_user_is_put_back_for_what_waits_and_not_for_what_has_started() -> None:
     loop = slo_loop(tokens=8)
     add(loop, "a0", 8, user="a", arrival=0.0, ttft_target=1000.0)

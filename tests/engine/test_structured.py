@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from llguidance import LLParserLimits
+from tokenizers import Tokenizer
 
 import weft
 from tests.engine.tiny import talking_directory, tiny_directory, write_letters
@@ -193,6 +194,23 @@ def test_a_thought_is_free_and_what_follows_is_not(llm: LLM) -> None:
     assert len(thought) > 1
     assert reply.strip() in ("yes", "no"), result.text
     assert result.finish_reason == "stop"
+
+
+def test_a_reply_that_may_begin_with_a_tag_does_not_swallow_the_thought(tmp_path: Path) -> None:
+    file = talking_directory(tmp_path / "tagged") / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save(str(file))
+    structure = StructuredOutputs(regex=".*", behind=Thoughts("<think>", "</think>", open=False))
+    ((matcher, *_),) = Grammars(file.parent, 259, (256,)).compile(structure)
+    ids = tokenizer.encode("<think>a\n\nb</think>c", add_special_tokens=False).ids
+    assert matcher.try_consume_tokens(ids) == len(ids)
+    assert matcher.is_accepting()
+
+
+def test_thoughts_that_no_grammar_can_hold_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"structured_outputs\.regex cannot be used"):
+        generate(llm, structured_outputs=StructuredOutputs(regex="a", behind=Thoughts("a" * 10**6, "b", open=False)))
 
 
 def test_a_grammar_may_name_special_tokens(llm: LLM) -> None:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import pytest
@@ -207,3 +208,21 @@ def test_every_answer_has_an_id(guarded: RunningServer) -> None:
     given = guarded.post(TEXT, {"prompt": "x", "max_tokens": 1}, headers={"x-request-id": "mine"})
     assert given.headers["x-request-id"] == "mine"
     assert guarded.post(TEXT, {}).headers["x-request-id"]
+
+
+def test_refusals_do_not_fill_the_queue(tmp_path: Path) -> None:
+    """A refused request waits no more, even where no step follows that would say so."""
+    server = RunningServer(
+        *("--max-num-seqs", "2", "--max-queued-requests", "2", "--kv-cache-memory-bytes", "64MiB"),
+        *("--gap-target-ms", "5000", "--ttft-target-ms", "60000"),
+        XDG_CACHE_HOME=str(tmp_path),
+    )
+    try:
+        body = {"prompt": "Once", "max_tokens": 2}
+        assert server.http.post(TEXT, json=body).status_code == 200
+        codes = [server.http.post(TEXT, json=body, headers={"x-slo-ttft-ms": "0.001"}) for _ in range(8)]
+        assert {answer.json()["error"]["code"] for answer in codes} == {"deadline"}
+        assert server.http.get("/load").json()["sent"] == 0
+        assert server.http.post(TEXT, json=body).status_code == 200
+    finally:
+        server.kill()

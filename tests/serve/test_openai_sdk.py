@@ -371,3 +371,31 @@ def test_a_response_that_was_cut_off_says_so(client: OpenAI) -> None:
     last = list(client.responses.create(**wish, stream=True))[-1]
     assert last.type == "response.incomplete"
     assert all(item.status == "incomplete" for item in last.response.output[-1:])
+
+
+def test_a_required_tool_may_refer_to_definitions_of_its_own(client: OpenAI) -> None:
+    class Place(BaseModel, extra="forbid"):
+        x: int = Field(ge=0, le=9)
+
+    class Move(BaseModel, extra="forbid"):
+        start: Place
+        end: Place
+
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": Move.model_json_schema()}}
+        for name in ("walk", "swim")
+    ]
+    wish = {"model": MODEL, "messages": HELLO, "tools": tools, "max_tokens": 300, "seed": 3}
+    (call, *_) = client.chat.completions.create(**wish, tool_choice="required").choices[0].message.tool_calls
+    assert call.function.name in ("walk", "swim")
+    assert Move.model_validate_json(call.function.arguments)
+    assert " " not in call.function.arguments  # nobody reads it
+
+
+def test_how_a_structure_begins_is_not_the_clients_to_say(client: OpenAI) -> None:
+    for thoughts in (["<a>", "b", True], ["a" * 200_000, "b", False], 7):
+        wish = {"regex": "[0-9]{3}", "behind": thoughts}
+        answer = client.completions.create(
+            model=MODEL, prompt="One", max_tokens=9, extra_body={"structured_outputs": wish}
+        )
+        assert answer.choices[0].text.isdecimal()

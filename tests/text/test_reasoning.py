@@ -125,3 +125,12 @@ def test_the_style_is_seen_in_the_template(template, name):
 )
 def test_where_the_reply_to_a_prompt_stands(name: str, prompt_end: str, place: Place) -> None:
     assert place_of(name, prompt_end) == place
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+def test_a_reply_that_was_begun_stands_where_its_text_does(name: str) -> None:
+    assert place_of(name, "the user says hello.", "<think>\nOkay, the user says hello.").open
+    for begun in ("<think>x</think>The answer is", "The answer is"):
+        assert place_of(name, begun[-32:], begun) == Place(open=False, over=True)
+        parser = make_reasoning_parser(name, begun[-32:], begun)
+        assert split(parser, "<think>", " is a tag") == ("", "<think> is a tag")

@@ -99,6 +99,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.misread is not None:
+        raise arguments.misread
     from weft.serve.server import serve
     from weft.serve.settings import ServeOptions
 
@@ -191,18 +193,25 @@ def _gap(text: str) -> float | str:
 
 
 def read_environment(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:
-    """Takes defaults from WEFT_... variables; what is wrong is said when the option is read."""
+    """Takes defaults from WEFT_... variables; what is wrong with one is said when the command runs."""
+    misread: list[OptionError] = []
     for action in parser._actions:
-        text = environment.get(PREFIX + action.dest.upper())
-        if text is None or not action.option_strings or action.dest == "help" or isinstance(action, _Foreign):
+        text = environment.get(PREFIX + action.dest.upper(), "").strip()
+        if not text or not action.option_strings or action.dest == "help" or isinstance(action, _Foreign):
             continue
-        action.default = _from_environment(PREFIX + action.dest.upper(), action, text)
+        if action.dest == "port" and text.startswith("tcp://"):
+            continue  # Kubernetes sets it so in all containers beside a service with our name
+        try:
+            action.default = _from_environment(PREFIX + action.dest.upper(), action, text)
+        except OptionError as error:
+            misread.append(error)
+    parser.set_defaults(misread=misread[0] if misread else None)
 
 
 def _from_environment(name: str, action: argparse.Action, text: str) -> Any:
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         lowered = text.strip().lower()
-        if lowered not in ("1", "true", "yes", "on", "0", "false", "no", "off", ""):
+        if lowered not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
             raise OptionError(f"{name}={text!r} is neither true nor false: write 1 or 0")
         return lowered in ("1", "true", "yes", "on")
     if isinstance(action.default, list):

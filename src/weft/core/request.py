@@ -28,6 +28,7 @@ class Request:
     tenant: str = ""  # who it is for; tenants share by tokens
     precedence: int = 0  # lower goes first, among prompts of the same tenant and class
     user: str = ""  # who within the tenant: each one's prompts make room for the others'; "" is nobody
+    sibling: bool = False  # another completion of the prompt that came just before
     batch: bool = False  # makes no promise and fills the slack behind everybody else
     ttft_target: float = math.inf  # seconds from arrival to the first token
     gap_target: float = math.inf  # seconds between tokens

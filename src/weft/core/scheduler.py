@@ -102,8 +102,10 @@ class Scheduler:
         self._check_queue(request)
         name = request.tenant if self.policy.order.fair else ""
         request.account = self.tenants.enter(name, request.batch, self._levels(), request.arrival)
-        if request.user:
-            request.turn = request.account.line_up(request.user)
+        if request.user and not request.sibling:
+            request.turn = request.account.line_up(request.batch, request.user)
+        elif request.user:
+            request.turn = max(0, request.account.waiting[request.batch, request.user] - 1)
         request.rank = self.policy.order.rank(request)
         self._fresh.append(request)
         self._fresh_tokens += request.known
@@ -217,9 +219,8 @@ class Scheduler:
             seated = [request for request in self.running if request.account is account]
             assert account.seats == len(seated), "a tenant's seats are miscounted"
             waiting = [one for one in [*self._fresh, *self.queue] if one.account is account and one.tag is None]
-            assert account.waiting == Counter(one.user for one in waiting if one.user), (
-                "a user's prompts are miscounted"
-            )
+            users = Counter((one.batch, one.user) for one in waiting if one.user and not one.sibling)
+            assert account.waiting == users, "a user's prompts are miscounted"
             assert account.blocks == sum(len(request.blocks) for request in seated), "a tenant's blocks are miscounted"
 
     # The passes
@@ -592,8 +593,8 @@ class Scheduler:
         self._classes[request.age_key[:2]] += 1
         self._wishing += request.wishes_more
         if request.tag is None:  # the whole prompt is charged at once, and only once
-            if request.user:
-                account.step_out(request.user)
+            if request.user and not request.sibling:
+                account.step_out(request.batch, request.user)
             request.tag = account.service
             account.charge(INPUT_WEIGHT * (request.known - request.expected_hits))
         self._prefilling.append(request)
@@ -629,8 +630,8 @@ class Scheduler:
         request.state = State.FINISHED
         request.finish_reason = reason
         request.finished = now
-        if request.user and request.tag is None:
-            _account(request).step_out(request.user)
+        if request.user and request.tag is None and not request.sibling:
+            _account(request).step_out(request.batch, request.user)
         self.tenants.leave(_account(request), request.batch)
 
     def _name_blocks(self, request: Request, stop: int) -> None:

@@ -24,18 +24,18 @@ class Account:
     batch: int = 0  # likewise, of the batch class
     seats: int = 0
     blocks: int = 0  # a block that two requests share counts for both
-    waiting: Counter[str] = field(default_factory=Counter)  # by user, who has one: prompts that have not started
+    waiting: Counter[tuple[bool, str]] = field(default_factory=Counter)  # prompts that wait to start: of batch, of whom
 
-    def line_up(self, user: str) -> int:
+    def line_up(self, batch: bool, user: str) -> int:
         """A prompt of this user waits; returns how many did before it."""
-        self.waiting[user] += 1
-        return self.waiting[user] - 1
+        self.waiting[batch, user] += 1
+        return self.waiting[batch, user] - 1
 
-    def step_out(self, user: str) -> None:
+    def step_out(self, batch: bool, user: str) -> None:
         """It starts, or ends without having started."""
-        self.waiting[user] -= 1
-        if not self.waiting[user]:
-            del self.waiting[user]
+        self.waiting[batch, user] -= 1
+        if not self.waiting[batch, user]:
+            del self.waiting[batch, user]
 
     def charge(self, weighted_tokens: float) -> None:
         self.service += weighted_tokens / self.weight

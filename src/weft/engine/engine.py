@@ -96,6 +96,7 @@ class Engine:
                 arrival=self.loop.clock(),
                 standing=standing,
                 grammar=grammar,
+                sibling=index > 0,
             )
             for index, grammar in enumerate(grammars)
         ]

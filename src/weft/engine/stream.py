@@ -54,12 +54,14 @@ class Stream:
         arrival: float,
         standing: Standing | None = None,
         grammar: Grammar | None = None,
+        sibling: bool = False,
     ) -> "Stream":
         request = Request(
             id=request_id,
             prompt_tokens=len(prompt),
             max_tokens=max_tokens,
             arrival=arrival,
+            sibling=sibling,
             **(standing or Standing())._asdict(),
             reuse_prefix=params.prompt_logprobs is None,
             hashes=list(hashes),

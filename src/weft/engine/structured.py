@@ -33,6 +33,8 @@ STACK = 256 << 20  # bytes; the longest chain of references that fits MAX_TEXT t
 # Between the parts of JSON, as people write it: a small model that may go on with white space does so for ever.
 WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
 
+TAGS = ("<think>", "</think>")
+
 _T = TypeVar("_T")
 
 
@@ -66,6 +68,9 @@ def grammar_text(structure: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_lark(_from_gbnf(source))
         if structure.grammar is not None or structure.choice is not None:
             return LLMatcher.grammar_from_lark(source)
+        guidance = structure.json.get("x-guidance") if isinstance(structure.json, dict) else None
+        if isinstance(guidance, dict) and guidance.get("whitespace_flexible") is False:
+            return LLMatcher.grammar_from_json_schema(source)  # a pattern would win over it
         return LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": WHITE_SPACE})
     except (ValueError, RecursionError) as error:
         raise _refusal(structure.kind, str(error)) from None
@@ -93,6 +98,7 @@ class Grammars:
         self.vocab_size = vocab_size  # of the model; its tokenizer may know more tokens, or fewer
         self.end_ids = tuple(dict.fromkeys(end_ids))
         self._tried = functools.lru_cache(CACHED)(self._try)
+        self._tags: frozenset[str] = frozenset()  # of thoughts, as far as they are tokens; known with the tokenizer
 
     def check(self, structure: StructuredOutputs) -> None:
         """Raises a RequestError where the form cannot be kept to."""
@@ -102,9 +108,10 @@ class Grammars:
         """For `count` requests. Raises a RequestError where the form cannot be kept to."""
         text = grammar_text(structure)
         self._tried(structure.kind, text)
-        if structure.behind is not None:
-            text = _behind(structure.behind, text)
         tokenizer = self.tokenizer
+        if structure.behind is not None:
+            text = _behind(structure.behind, text, self._tags)
+            self._tried(structure.kind, text)
         matchers = _with_room(lambda: [_matcher(text, tokenizer) for _ in range(count)])
         return [Grammar(matcher, tokenizer.vocab_size, self.end_ids) for matcher in matchers]
 
@@ -122,11 +129,13 @@ class Grammars:
             tokens = Tokenizer.from_file(str(file))
             # An end that is not marked special would be taken for text, and allowed in the middle of a string.
             ends = [token for end in self.end_ids if (token := tokens.id_to_token(end)) is not None]
-            tokens.add_special_tokens(ends)
+            tags = [tag for tag in TAGS if tokens.token_to_id(tag) is not None]
+            tokens.add_special_tokens([*ends, *tags])
+            self._tags = frozenset(tags)
             tokens.no_truncation()
             tokens.no_padding()
             size = max(self.vocab_size, 1 + max(tokens.get_vocab(with_added_tokens=True).values()))
-            return LLTokenizer(_with_plain_tags(tokens.to_str()), n_vocab=size, eos_token=list(self.end_ids))
+            return LLTokenizer(tokens.to_str(), n_vocab=size, eos_token=list(self.end_ids))
         except Exception as error:  # tokenizers raises bare Exceptions
             raise RequestError(f"{file} cannot be used for structured output: {_one_line(str(error))}") from error
 
@@ -151,27 +160,23 @@ def _source(structure: StructuredOutputs) -> str:
     return structure.regex or structure.grammar or ""
 
 
-def _behind(thoughts: Thoughts, text: str) -> str:
-    """The grammar of a thought and then a reply by this grammar."""
-    start, end = json.dumps(thoughts.start), json.dumps(thoughts.end)
+def _behind(thoughts: Thoughts, text: str, tokens: frozenset[str]) -> str:
+    """The grammar of a thought and then a reply by this grammar. `tokens` are the tags that are tokens of their own:
+    no text of the reply can be taken for one of those.
+    """
+    start, end = thoughts.start, thoughts.end
+    begin = start if start in tokens else json.dumps(start)
+    inside = "inside: /(?s:.*)/" if end in tokens else f"inside[suffix={json.dumps(end)}]: /(?s:.*)/"
     lines = [
         f"start: {'thought' if thoughts.open else 'whole?'} @reply",
-        f"whole: {start} thought",
-        "thought: inside space",
-        f"inside[suffix={end}]: /(?s:.*)/",
+        f"whole: {begin} thought",
+        f"thought: inside {end if end in tokens else ''} space",
+        inside,
         r"space: /[ \n]{0,4}/",
     ]
     replies = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
     replies[0]["name"] = "reply"
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *replies]})
-
-
-def _with_plain_tags(tokenizer: str) -> str:
-    """Some tokenizers mark the tags of thoughts as special, of which no text consists; here they are text."""
-    content = json.loads(tokenizer)
-    for token in content.get("added_tokens", ()):
-        token["special"] = token["special"] and not re.fullmatch(r"</?think>", token["content"])
-    return json.dumps(content)
 
 
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)

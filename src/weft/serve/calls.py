@@ -137,7 +137,8 @@ class Desk:
             if params_of(body, self.defaults).structured_outputs is not None:
                 raise RequestError("tool_choice asks for a structure, and so does another field: give one")
             special["structured_outputs"] = structure
-        params = self._behind_thoughts(params_of(body, self.defaults, **special), end)
+        begun = _text_of(body.messages[-1]) if continues else None
+        params = self._behind_thoughts(params_of(body, self.defaults, **special), end, begun)
         format = format or ChatFormat(
             f"chatcmpl-{caller.request_id}",
             self.model,
@@ -152,18 +153,18 @@ class Desk:
         for index in range(params.n):
             reasoning = None
             if self.reasoning_parser is not None:
-                reasoning = make_reasoning_parser(self.reasoning_parser, end)
+                reasoning = make_reasoning_parser(self.reasoning_parser, end, begun)
             parser = tools.parser(self.tool_parser)
             single = not tools.parallel
             choice = Choice(index, self.texts.tokenizer, ids, params, reasoning=reasoning, tools=parser, single=single)
             choices.append(choice)
         return await self._call(body, caller, facts, [ids], params, choices, format)
 
-    def _behind_thoughts(self, params: SamplingParams, prompt_end: str) -> SamplingParams:
+    def _behind_thoughts(self, params: SamplingParams, prompt_end: str, begun: str | None) -> SamplingParams:
         """A model that thinks does so before it is held to a structure."""
         if params.structured_outputs is None or self.reasoning_parser is None:
             return params
-        place = place_of(self.reasoning_parser, prompt_end)
+        place = place_of(self.reasoning_parser, prompt_end, begun)
         if place.over:
             return params
         style = REASONING_PARSERS[self.reasoning_parser]
@@ -298,20 +299,25 @@ class _Tools(NamedTuple):
         if self.choice == "named":
             return StructuredOutputs(json={**self.schemas[0][1], **_GUIDANCE})
         if self.choice == "required":
+            # Each tool's schema in a place of its own, so that what it refers to stays within it.
+            places = [f"#/$defs/{number}" for number in range(len(self.schemas))]
             calls = [
                 {
                     "type": "object",
-                    "properties": {"name": {"const": name}, "arguments": schema},
+                    "properties": {"name": {"const": name}, "arguments": {"$ref": place}},
                     "required": ["name", "arguments"],
                     "additionalProperties": False,
                 }
-                for name, schema in self.schemas
+                for (name, _), place in zip(self.schemas, places, strict=True)
             ]
+            defs = {
+                str(number): _moved(schema, place)
+                for number, ((_, schema), place) in enumerate(zip(self.schemas, places, strict=True))
+            }
             items = calls[0] if len(calls) == 1 else {"anyOf": calls}
             most = MOST_CALLS if self.parallel else 1
-            return StructuredOutputs(
-                json={"type": "array", "items": items, "minItems": 1, "maxItems": most, **_GUIDANCE}
-            )
+            form = {"type": "array", "items": items, "minItems": 1, "maxItems": most, "$defs": defs}
+            return StructuredOutputs(json={**form, **_GUIDANCE})
         return None
 
     def parser(self, own: str | None) -> ToolParser | ForcedCall | ForcedCalls | None:
@@ -323,6 +329,27 @@ class _Tools(NamedTuple):
         if self.choice == "auto" and self.schemas and own is not None:
             return make_tool_parser(own, [name for name, _ in self.schemas])
         return None
+
+
+def _text_of(message: Json) -> str:
+    """What a message says, where it says it in parts as well."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that lies at `place` within another: references to its root are references to there."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(value, place) for name, value in schema.items()}
+    if isinstance(target := moved.get("$ref"), str) and target.startswith("#"):
+        moved["$ref"] = place + target[1:]
+    return moved
 
 
 # White space is for people, and nobody sees this. What a schema says that cannot be held to is left to the model: tools

@@ -183,7 +183,8 @@ def _structure(body: Sampling) -> StructuredOutputs | None:
         if (value := getattr(body, field)) is not None:
             found.append({name: value})
     if body.structured_outputs is not None:
-        found.append({name: value for name, value in body.structured_outputs.items() if value is not None})
+        wish = body.structured_outputs
+        found.append({name: wish[name] for name in wish if name != "behind" and wish[name] is not None})
     if len(found) > 1:
         raise RequestError("response_format, structured_outputs and guided_... each ask for a structure: give one")
     if not found:

@@ -184,7 +184,10 @@ class Worker:
         if self._record is not None:
             self._failures = 0
         if events or self._record is not None:
+            refused_all = self._record is None and not self.loop.has_work
             self._send(events)
+            if refused_all:
+                self._send_idle()  # no step will tell that they wait no more
 
     def _fail(self, error: Exception) -> None:
         """A step failed, and all who ran with it; the loop has started over."""

@@ -34,19 +34,25 @@ class Place(NamedTuple):
     over: bool  # behind them
 
 
-def place_of(name: str, prompt_end: str) -> Place:
+def place_of(name: str, prompt_end: str, begun: str | None = None) -> Place:
+    """`begun`: what the reply already consists of, where it goes on with a message that is not finished."""
     start, end, open = REASONING_PARSERS[name]
+    if begun is not None:
+        thinks = begun.rfind(start) > begun.rfind(end)
+        return Place(thinks, not thinks)
     prompt_end = prompt_end.rstrip()
     over = prompt_end.endswith(end)
     return Place(prompt_end.endswith(start) or (open and not over), over)
 
 
-def make_reasoning_parser(name: str, prompt_end: str) -> "ReasoningParser":
+def make_reasoning_parser(name: str, prompt_end: str, begun: str | None = None) -> "ReasoningParser":
     """A parser for one reply to a prompt with this end."""
     if name not in REASONING_PARSERS:
         raise OptionError(f"reasoning_parser={name!r} is unknown: choose {', '.join(REASONING_PARSERS)}")
     start, end, _ = REASONING_PARSERS[name]
-    return ReasoningParser(start, end, place_of(name, prompt_end).open)
+    place = place_of(name, prompt_end, begun)
+    # A prompt with an empty thought is not always believed: the model may think all the same.
+    return ReasoningParser(start, end, place.open, over=begun is not None and place.over)
 
 
 def detect_reasoning(template: str) -> str | None:
@@ -60,12 +66,12 @@ def detect_reasoning(template: str) -> str | None:
 class ReasoningParser:
     """Splits the text of one reply. Tags, and newlines right behind them, are in neither part."""
 
-    def __init__(self, start: str = "<think>", end: str = "</think>", open: bool = False):
-        """`open`: the reply begins inside the tags; it may repeat the first one."""
+    def __init__(self, start: str = "<think>", end: str = "</think>", open: bool = False, over: bool = False):
+        """`open`: the reply begins inside the tags; it may repeat the first one. `over`: it begins behind them."""
         self._start = start
         self._end = end
         self._thinking = open
-        self._beginning = True  # nothing but whitespace and a part of the first tag has come
+        self._beginning = not over  # nothing but whitespace and a part of the first tag has come
         self._behind_tag = open  # nothing but newlines has come since
         self._held = ""
 
