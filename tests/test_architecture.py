@@ -22,7 +22,7 @@ ALLOWED = {
     "llm": {"engine", "text", "models", "progress"},
     "observe": {"core"},
     "serve": {"core", "llm", "engine", "observe", "text"},
-    "bench": {"core", "engine", "sim"},
+    "bench": {"core", "engine", "models", "sim"},
     "cli": {"core", "llm", "serve", "engine", "sim", "bench", "progress"},
 }
 

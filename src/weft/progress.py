@@ -1,4 +1,4 @@
-"""The progress bar of a batch: finished completions, and the rates that people look for."""
+"""The progress bar of a batch: finished completions, and the rates that people look for. No bar where rich is not."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ Advance = Callable[[int, int], None]  # completions finished and tokens sampled 
 
 @contextmanager
 def batch_progress(completions: int, show: bool) -> Iterator[Advance]:
-    if not show:
+    if not show or not _has_rich():
         yield lambda finished, tokens: None
         return
     from rich.console import Console
@@ -35,7 +35,7 @@ def batch_progress(completions: int, show: bool) -> Iterator[Advance]:
 @contextmanager
 def work_progress(name: str, total: int, show: bool) -> Iterator[Callable[[int], None]]:
     """A bar over work that is counted; what it yields takes how much is done by now."""
-    if not show:
+    if not show or not _has_rich():
         yield lambda done: None
         return
     from rich.console import Console
@@ -52,3 +52,12 @@ def work_progress(name: str, total: int, show: bool) -> Iterator[Callable[[int],
                 bar.update(task, completed=done)
 
         yield advance
+
+
+def _has_rich() -> bool:
+    """The benchmarks of a device run without it."""
+    try:
+        import rich.progress  # noqa: F401
+    except ImportError:
+        return False
+    return True

@@ -2,14 +2,17 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.cli.shapes import SHAPE_HELP
 from weft.errors import OptionError
 
 if TYPE_CHECKING:
     from weft.bench.interference import Interference
+    from weft.engine.engine import Engine
 
 SIMULATED_PROMPT = 60_000  # tokens
 SIMULATED_GAP = 0.025  # seconds
@@ -27,6 +30,7 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="left out: the small model that ships with weft")
+    add("--shape", metavar="S", help=f"{SHAPE_HELP}, instead of MODEL, with random weights")
     add("--runs", type=int, default=5, metavar="N", help="real runs of slo, of which the median counts (default: 5)")
     add("--prompt-tokens", type=int, default=3000, metavar="N", help="of each long prompt, for real (default: 3000)")
     add("--profile", default="h200-llama-3-8b", metavar="NAME", help="for virtual time (default: h200-llama-3-8b)")
@@ -40,6 +44,8 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 def run(arguments: argparse.Namespace) -> int:
     if arguments.runs < 1:
         raise OptionError(f"--runs {arguments.runs} must be at least 1")
+    if arguments.model is not None and arguments.shape is not None:
+        raise OptionError(f"MODEL {arguments.model} and --shape {arguments.shape}: give one of them")
     if arguments.prompt_tokens < 1:
         raise OptionError(f"--prompt-tokens {arguments.prompt_tokens} must be at least 1")
     print(
@@ -71,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         panels = [(f"{arguments.profile} (simulated)", found[0][1])]
         if real:
-            panels.append((f"{arguments.model or 'default model'} (measured)", _typical(real)))
+            panels.append((f"{arguments.model or arguments.shape or 'default model'} (measured)", _typical(real)))
         interference_chart(arguments.chart, panels)
     return 0
 
@@ -93,19 +99,35 @@ def _simulated(name: str, bias: float, noise: float) -> "list[Interference]":
 def _real(arguments: argparse.Namespace) -> "list[Interference]":
     """One run of each of the others, for the picture, and several of slo."""
     from weft.bench.interference import POLICIES, PROMPTS, measure
-    from weft.llm import LLM
     from weft.progress import work_progress
 
     order = [policy for policy in POLICIES if policy != "slo"] + ["slo"] * arguments.runs
     runs = []
-    with LLM(arguments.model, gap_target_ms=1000) as llm:  # any target: it is what makes the engine measure its steps
+    with _engine(arguments) as engine:
         for number, policy in enumerate(order):
             tokens = PROMPTS * arguments.prompt_tokens
             with work_progress(f"{policy}, run {number + 1} of {len(order)}", tokens, arguments.progress) as advance:
-                run = measure(llm.engine, policy, prompt_tokens=arguments.prompt_tokens, seed=number, progress=advance)
+                run = measure(engine, policy, prompt_tokens=arguments.prompt_tokens, seed=number, progress=advance)
             _print_gaps("this machine", run)
             runs.append(run)
     return runs
+
+
+@contextmanager
+def _engine(arguments: argparse.Namespace) -> "Iterator[Engine]":
+    target = {"gap_target_ms": 1000}  # any will do: it is what makes the engine measure its steps
+    if arguments.shape is None:
+        from weft.llm import LLM
+
+        with LLM(arguments.model, **target) as llm:
+            yield llm.engine
+        return
+    from weft.bench.shapes import closing_engine, shape_directory
+    from weft.engine.options import EngineOptions
+
+    options = EngineOptions.of(load_format="dummy", **target)
+    with shape_directory(arguments.shape) as path, closing_engine(options, path) as engine:
+        yield engine
 
 
 def _typical(runs: "list[Interference]") -> "list[Interference]":

@@ -214,6 +214,8 @@ def _from_environment(name: str, action: argparse.Action, text: str) -> Any:
         if lowered not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
             raise OptionError(f"{name}={text!r} is neither true nor false: write 1 or 0")
         return lowered in ("1", "true", "yes", "on")
+    if action.dest == "allowed_origins" and text.lstrip().startswith("["):
+        return [text]  # a list in JSON, as on the command line
     if isinstance(action.default, list):
         return [part for part in text.replace(",", " ").split() if part]
     if action.choices is not None and text not in action.choices:

@@ -19,7 +19,8 @@ from weft.progress import work_progress
 if TYPE_CHECKING:  # torch takes seconds to import, and must not be before prepare_cpu()
     import torch
 
-    from weft.models import ModelConfig
+    from weft.kv import KVPool
+    from weft.models import CausalLM
 
 MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of books for each
 MOST_SPREAD = 0.15  # a margin to begin with; what the error really is will be learnt within some hundred steps
@@ -35,8 +36,6 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
     """
     prepare_cpu()
     from weft.engine.calibration import device_name
-    from weft.engine.torch_executor import TorchExecutor
-    from weft.kv import KVPool
     from weft.models import load_config, load_model, resolve_dtype
 
     config = load_config(path)
@@ -48,25 +47,9 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
             f"max_model_len={longest} is above the model's context of {config.longest_context} tokens: lower it"
         )
     model = load_model(path, config, dtype=dtype, device=device, max_model_len=longest, load_format=options.load_format)
-    num_blocks = _num_blocks(options, config, dtype, device)
+    build = _on_gpu if device.type == "cuda" else _on_cpu
+    executor, num_blocks = build(options, model, longest, device)
     max_model_len = _fit_context(options, longest, num_blocks)
-    kv = KVPool(
-        num_layers=config.num_layers,
-        num_blocks=num_blocks,
-        block_size=options.block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=device,
-    )
-    executor = TorchExecutor(
-        model,
-        kv,
-        slots=Slots.size_for(options.max_num_seqs),
-        max_model_len=max_model_len,
-        vocab_size=config.vocab_size,
-        device=device,
-    )
     promises = None
     if options.makes_promises:
         limits = {
@@ -97,6 +80,65 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
         seed=options.seed,
         promises=promises,
         grammars=Grammars(path, config.vocab_size, eos_ids),
+    )
+
+
+def _on_cpu(options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device") -> tuple[Executor, int]:
+    """The executor, and how many blocks its KV cache has."""
+    from weft.engine.torch_executor import TorchExecutor
+
+    memory = options.kv_cache_memory_bytes or min(_available_memory() // 4, 8 << 30)  # shared with everything else
+    num_blocks = _num_blocks(options, model, memory)
+    executor = TorchExecutor(
+        model,
+        _pool(options, model, num_blocks, device),
+        slots=Slots.size_for(options.max_num_seqs),
+        max_model_len=_fit_context(options, longest, num_blocks),
+        vocab_size=model.config.vocab_size,
+        device=device,
+    )
+    return executor, num_blocks
+
+
+def _on_gpu(options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device") -> tuple[Executor, int]:
+    """The same. The largest steps are run, and the largest graph is captured, before the KV cache takes what is left:
+    so memory cannot run out later.
+    """
+    import torch
+
+    from weft.engine.cuda_executor import CudaExecutor, Limits, graph_sizes
+
+    slots = Slots.size_for(options.max_num_seqs)
+    limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, longest, slots)
+    executor = CudaExecutor(model, _pool(options, model, 1, device), limits, device=device)
+    executor.rehearse()
+    executor.capture([options.max_num_seqs])
+    memory = options.kv_cache_memory_bytes
+    if memory is None:
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        memory = max(0, int(total * options.gpu_memory_utilization) - (total - free))
+    num_blocks = _num_blocks(options, model, memory) - 1  # the last belongs to nobody
+    _fit_context(options, longest, num_blocks)
+    executor.use(_pool(options, model, num_blocks + 1, device))
+    sizes = graph_sizes(options.max_num_seqs)
+    with work_progress("capturing graphs", len(sizes), sys.stderr.isatty()) as advance:
+        executor.capture(sizes, advance)
+    return executor, num_blocks
+
+
+def _pool(options: EngineOptions, model: "CausalLM", num_blocks: int, device: "torch.device") -> "KVPool":
+    from weft.kv import KVPool
+
+    config = model.config
+    return KVPool(
+        num_layers=config.num_layers,
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+        device=device,
     )
 
 
@@ -170,29 +212,19 @@ def _device(name: str) -> "torch.device":
     return device
 
 
-def _num_blocks(options: EngineOptions, config: "ModelConfig", dtype: "torch.dtype", device: "torch.device") -> int:
-    """Blocks that the memory for the KV cache holds."""
+def _num_blocks(options: EngineOptions, model: "CausalLM", memory: int) -> int:
+    """Blocks that so many bytes for the KV cache hold."""
     from weft.kv import block_bytes
 
-    each = block_bytes(config.num_layers, options.block_size, config.num_kv_heads, config.head_dim, dtype)
-    memory = options.kv_cache_memory_bytes or _free_memory(options, device)
-    if memory < each:
+    config = model.config
+    each = block_bytes(config.num_layers, options.block_size, config.num_kv_heads, config.head_dim, model.dtype)
+    least = 2 if model.on_gpu else 1
+    if memory < least * each:
         raise OptionError(
             f"the KV cache has {memory} bytes, but one block of {options.block_size} tokens takes {each}: "
             "raise kv_cache_memory_bytes (or gpu_memory_utilization)"
         )
     return min(memory // each, MAX_BLOCKS)
-
-
-def _free_memory(options: EngineOptions, device: "torch.device") -> int:
-    """Bytes to spend on the KV cache where the owner did not say."""
-    import torch
-
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(total * options.gpu_memory_utilization) - (total - free))
-    # On a CPU the memory is shared with everything else: a quarter of what is available, at most 8 GiB.
-    return min(_available_memory() // 4, 8 << 30)
 
 
 def _available_memory() -> int:

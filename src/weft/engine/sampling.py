@@ -32,6 +32,7 @@ class Sampler:
         self.penalties = np.zeros((slots, 3), np.float64)  # repetition, frequency, presence
         self.min_position = np.zeros(slots, np.int64)  # before this position the slot's stop ids are banned
         self._biased = np.zeros(slots, np.bool_)
+        self._plain = np.ones(slots, np.bool_)  # nothing but a temperature
         self._biases: dict[int, _TokenValues] = {}
         self._bans: dict[int, _TokenValues] = {}
         self._prompts: dict[int, NDArray[np.int32]] = {}  # of requests that want prompt log probabilities
@@ -63,6 +64,16 @@ class Sampler:
             self._history.open(slot, setup.prompt, setup.output)
         else:
             self._history.close(slot)
+        self._plain[slot] = not (
+            params.has_penalties
+            or params.logit_bias
+            or banned
+            or setup.grammar is not None
+            or params.logprobs is not None
+            or 0 < self.top_k[slot] < self.vocab_size
+            or params.top_p < 1
+            or params.min_p > 0
+        )
         if setup.grammar is not None:
             ends = setup.stop_ids if params.min_tokens > 0 else ()
             self._masks.open(slot, setup.grammar, setup.output, ends, len(setup.prompt) + params.min_tokens)
@@ -71,6 +82,14 @@ class Sampler:
 
     def close(self) -> None:
         self._masks.shutdown()
+
+    def has_masks(self, slots: NDArray[np.int64]) -> bool:
+        """Whether the next token of one of these depends on its last by a grammar."""
+        return bool(self._masks.active[slots].any())
+
+    def is_plain(self, slots: NDArray[np.int64]) -> bool:
+        """Whether nobody here asks for anything but a temperature."""
+        return bool(self._plain[slots].all())
 
     def sample(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """Tokens for `positions` (one per row) from raw logits [rows, vocab]. Logits are not changed."""

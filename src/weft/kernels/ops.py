@@ -1,22 +1,61 @@
-"""What layers compute beside attention: plain torch, or a fused kernel where the tensors are on a GPU that has one."""
+"""What layers compute beside attention: plain torch, or a kernel of our own where the tensors are on a GPU."""
 
+import functools
 from collections.abc import Callable
+from importlib.util import find_spec
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+FEW = 16  # rows up to which a matrix product is bound by reading the matrix, and our kernel reads faster
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and the sum. Either tensor may be overwritten."""
+    if _has_kernels(x):
+        from weft.kernels import fused
+
+        return fused.add_rms_norm(x, residual, weight, eps)
     residual = x if residual is None else x + residual
     return F.rms_norm(residual, weight.shape, weight, eps), residual
 
 
 def gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """activation(gate) * up, of [T, 2 * inner] with the gates first."""
+    if activation is F.silu and _has_kernels(gate_up):
+        from weft.kernels import fused
+
+        return fused.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return activation(gate) * up
 
 
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """activation(gate) * up, where x times the weight transposed is gates, then ups."""
+    if bias is None and activation is F.silu and _is_read_once(x):
+        from weft.kernels import matvec
+
+        return matvec.matvec_silu(x, weight)
+    return gated(linear(x, weight, bias), activation)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if _is_read_once(x):
+        from weft.kernels import matvec
+
+        return matvec.matvec(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def _is_read_once(x: Tensor) -> bool:
+    return len(x) <= FEW and x.dtype in (torch.bfloat16, torch.float16) and _has_kernels(x)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64 and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

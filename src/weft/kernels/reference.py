@@ -37,7 +37,7 @@ class ReferenceAttention:
         ]
         starts = np.cumsum(count) - count
         self._prefills = [
-            _Prefill(kv.block_size, tables[row], int(starts[row]), int(first[row]), int(count[row]))
+            PrefillRow(kv.block_size, tables[row], int(starts[row]), int(first[row]), int(count[row]))
             for row in range(num_decodes, len(count))
         ]
 
@@ -82,7 +82,7 @@ class _PaddedDecodes:
         return out[:, :, 0]
 
 
-class _Prefill:
+class PrefillRow:
     """One slice of a prompt over everything before it."""
 
     def __init__(self, block_size: int, table: Tensor, start: int, first: int, count: int) -> None:

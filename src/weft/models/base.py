@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from weft.kernels import ops
 from weft.kernels.attention import Attend
 from weft.models.config import ModelConfig
-from weft.models.layers import Attention, RMSNorm, Stacked, wide
+from weft.models.layers import Attention, RMSNorm, SparseMLP, Stacked, wide
 from weft.models.rope import Rope
 
 
@@ -64,10 +64,30 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [N, vocab] of the next token for rows of `forward`'s result, in float32 or wider."""
+        return self.widened(self.scores(hidden))
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """The same in the model's own type; with a cap, which needs more, in float32."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        scores = wide(ops.linear(hidden, head.weight))
+        scores = ops.linear(hidden, head.weight)
         cap = self.config.logit_softcap
-        return scores if cap is None else torch.tanh(scores / cap) * cap
+        return scores if cap is None else torch.tanh(wide(scores) / cap) * cap
+
+    def widened(self, scores: Tensor) -> Tensor:
+        return wide(scores)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a forward pass never asks the host for anything, which a mixture of experts does."""
+        return not any(isinstance(module, SparseMLP) for module in self.modules())
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.embed_tokens.weight.is_cuda
 
     def fills(self) -> Iterator[Fill]:
         """Every parameter with its name as Transformers 5 has it in memory, and its parts as checkpoints name them."""

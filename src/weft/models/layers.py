@@ -79,6 +79,10 @@ class StackedLinear(Stacked):
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
 
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """For a gate and what it lets through, in this order."""
+        return ops.gated_linear(x, self.weight, self.bias, activation)
+
     def parts(self, parameter: str) -> dict[str, Tensor]:
         views = torch.split(self.get_parameter(parameter), list(self.out_features.values()))
         return {f"{name}.{parameter}": view for name, view in zip(self.out_features, views, strict=True)}
@@ -143,7 +147,7 @@ class MLP(nn.Module):
         self.activation = activation(config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj.forward(ops.gated(self.gate_up_proj(x), self.activation))
+        return self.down_proj.forward(self.gate_up_proj.gated(x, self.activation))
 
 
 class Experts(Stacked):

@@ -16,6 +16,8 @@ from weft.models.config import ModelConfig
 from weft.models.layers import RMSNorm
 from weft.models.registry import ARCHITECTURES
 
+PIECE = 1 << 26  # numbers that are drawn at a time
+
 
 def load_model(
     path: Path | str,
@@ -144,12 +146,14 @@ def _damage(file: Path) -> str | None:
 
 
 def _draw(model: CausalLM, seed: int) -> None:
-    """Random weights that keep activations at the scale of one. Drawn on the CPU, so that all devices get the same."""
-    generator = torch.Generator(device="cpu").manual_seed(seed)
+    """Random weights that keep activations at the scale of one. Those of two kinds of device differ."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if isinstance(module, RMSNorm):
                 parameter.fill_(module.neutral)
             else:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+                for rows in torch.split(parameter, max(1, PIECE // parameter[0].numel())):
+                    noise = torch.randn(rows.shape, generator=generator, dtype=torch.float32, device=device)
+                    rows.copy_(noise * parameter.shape[-1] ** -0.5)

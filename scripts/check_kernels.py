@@ -1,0 +1,479 @@
+"""Checks every Triton kernel against plain torch in float64, then times it.
+
+    PYTHONPATH=src python scripts/check_kernels.py [--quick]
+
+Needs a GPU; tests/kernels runs the same checks in Triton's interpreter. The last lines are a table of the fastest
+configurations of matvec, to be copied to weft/kernels/matvec.py.
+"""
+
+import argparse
+import functools
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.kernels import decode, draw, fused, matvec
+
+Check = Callable[[torch.device, torch.dtype], None]
+NAN = float("nan")
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-5}  # of one result, and some more
+
+
+def check_add_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
+    for rows, size in ((1, 64), (3, 100), (5, 1024), (2, 896)):
+        for with_residual in (True, False):
+            x, weight = _random(device, dtype, rows, size), _random(device, dtype, size)
+            residual = _random(device, dtype, rows, size) * 3 if with_residual else None
+            total = x if residual is None else (x.float() + residual.float()).to(dtype)
+            wide = total.double()
+            expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+            normed, kept = fused.add_rms_norm(x.clone(), None if residual is None else residual.clone(), weight, 1e-6)
+            assert torch.equal(kept, total)
+            _close(normed, expected, dtype)
+
+
+def check_silu_mul(device: torch.device, dtype: torch.dtype) -> None:
+    for rows, inner in ((1, 48), (3, 1000), (40, 96), (300, 7)):
+        gate_up = _random(device, dtype, rows, 2 * inner) * 4
+        gate, up = gate_up.double().chunk(2, dim=-1)
+        _close(fused.silu_mul(gate_up), F.silu(gate) * up, dtype)
+
+
+def check_norm_rope_write(device: torch.device, dtype: torch.dtype) -> None:
+    for heads, kv_heads, dim, rotary, norm, block_size in (
+        (4, 2, 64, 64, (True, True), 16),
+        (3, 1, 80, 32, (True, True), 16),
+        (6, 2, 96, 96, (False, False), 7),
+        (16, 8, 128, 128, (True, False), 1),
+        (2, 2, 80, 40, (False, True), 16),
+        (2, 1, 256, 64, (True, True), 5),
+    ):
+        tokens, slot_count, columns = 9, 5, 4
+        tables = _permutation(device, slot_count * columns).view(slot_count, columns).int()
+        k_cache = torch.full((slot_count * columns, block_size, kv_heads, dim), NAN, dtype=dtype, device=device)
+        v_cache = k_cache.clone()
+        places = _permutation(device, slot_count * columns * block_size)[:tokens]
+        slots, positions = places // (columns * block_size), places % (columns * block_size)
+        slots[0] = -1  # padding
+        qkv = _random(device, dtype, tokens, (heads + 2 * kv_heads) * dim)
+        angles = torch.rand(columns * block_size, rotary // 2, device=device) * 6
+        table = torch.stack((angles.cos(), angles.sin()), 1)
+        q_weight, k_weight = (_random(device, dtype, dim) if wanted else None for wanted in norm)
+        rest = (k_cache, v_cache, tables, slots.int(), positions.int(), heads, kv_heads, dim)
+        q = fused.norm_rope_write(qkv, q_weight, k_weight, 1e-6, table, *rest)
+        q_in, k_in, v_in = torch.split(qkv.double().view(tokens, -1, dim), [heads, kv_heads, kv_heads], 1)
+        cos, sin = (x[positions][:, None].double() for x in table.unbind(1))
+        _close(q[1:], _rotated(_normed(q_in, q_weight), cos, sin)[1:], dtype)
+        blocks = tables[slots[1:], positions[1:] // block_size].long()
+        at = (blocks, positions[1:] % block_size)
+        _close(k_cache[at], _rotated(_normed(k_in, k_weight), cos, sin)[1:], dtype)
+        assert torch.equal(v_cache[at].double(), v_in[1:])
+        for cache in (k_cache, v_cache):
+            assert int((~cache.isnan()).sum()) == (tokens - 1) * kv_heads * dim, "written elsewhere too"
+
+
+def check_decode(device: torch.device, dtype: torch.dtype) -> None:
+    for heads, kv_heads, dim, block_size, window, splits, positions in (
+        (4, 1, 64, 16, None, 1, (0, 15, 16, 63, 64, 200)),
+        (8, 4, 128, 16, None, 4, (0, 5, 63, 64, 129, 300)),
+        (3, 1, 80, 7, None, 2, (130, 1)),
+        (6, 2, 96, 1, None, 3, (77, 64, 63)),
+        (4, 2, 64, 16, 40, 1, (0, 39, 40, 63, 64, 170)),
+        (4, 2, 64, 16, 100, 4, (0, 99, 100, 290, 130)),
+        (2, 2, 256, 32, 1, 8, (64, 0)),
+        (40, 2, 32, 16, None, 16, (100,)),
+    ):
+        _check_decode(device, dtype, heads, kv_heads, dim, block_size, window, splits, positions)
+    if device.type == "cuda":
+        many = torch.randint(0, 5000, (40,)).tolist()
+        _check_decode(device, dtype, 32, 8, 128, 16, None, 8, many)
+        _check_decode(device, dtype, 16, 8, 128, 16, 1024, 1, many)
+
+
+def check_decode_tilings(device: torch.device, dtype: torch.dtype) -> None:
+    for tiling in decode.candidates(dtype, 128):
+        _check_decode(device, dtype, 8, 2, 128, 16, None, 4, (0, 127, 128, 500), tiling)
+
+
+def check_draw(device: torch.device, dtype: torch.dtype) -> None:
+    for vocab in (5, 2048, 5000, 151936) if device.type == "cuda" else (5, 2048, 5000):
+        rows = 12
+        logits = _random(device, dtype, rows, vocab) * 3
+        logits[1] = 0  # all equal
+        logits[2, vocab // 2 :] = -torch.inf
+        logits[3] = -torch.inf
+        logits[3, vocab - 2] = -7
+        logits[4, : vocab // 2 + 1] = -torch.inf
+        logits[5, [1, vocab - 1]] = logits[5].max() + 1
+        temperature = torch.tensor([0.0, 1.0, 5.0, 0.7, 1e-5, 0.0, 0.3, 1.0, 2.0, 1.0, 1.0, 5.0], device=device)
+        uniform = torch.rand(rows, device=device)
+        uniform[7], uniform[8], uniform[2], uniform[9] = 0.0, 1 - 2.0**-24, 1 - 2.0**-24, 1.0
+        _check_draw(logits, temperature, uniform)
+        _check_draw(logits, temperature, uniform.double())
+        _check_draw(logits, torch.zeros_like(temperature), uniform)
+    hopeless = torch.full((2, 3000), -torch.inf, dtype=dtype, device=device)
+    hopeless[1] = NAN
+    slots = torch.zeros(2, dtype=torch.int32, device=device)
+    tokens = draw.draw(hopeless, torch.ones(2, device=device), torch.rand(2, device=device), slots.clone(), slots)
+    assert int(tokens.min()) >= 0
+    assert int(tokens.max()) < 3000
+
+
+def check_matvec(device: torch.device, dtype: torch.dtype) -> None:
+    shapes = [(1, 37, 99), (1, 21, 2048), (2, 70, 96), (4, 129, 512), (7, 50, 33), (16, 200, 640)]
+    if device.type == "cuda":
+        shapes += [(1, 6144, 4096), (3, 1024, 3072), (16, 4096, 4096), (5, 151936, 1024)]
+    for rows, m, k in shapes:
+        x, weight, bias = _random(device, dtype, rows, k), _random(device, dtype, m, k), _random(device, dtype, m)
+        expected = x.double() @ weight.double().T
+        for config in _some_configs(rows, m, k, dtype, False):
+            _close(matvec.matvec(x, weight, config=config), expected, dtype, scale=math.sqrt(k))
+        _close(matvec.matvec(x, weight, bias), expected + bias.double(), dtype, scale=math.sqrt(k))
+        shared = _some_configs(rows, m, k, dtype, False)[-1]
+        twice = [matvec.matvec(x, weight, bias, config=shared) for _ in range(2)]
+        assert torch.equal(*twice), "not reproducible"
+
+
+def check_matvec_silu(device: torch.device, dtype: torch.dtype) -> None:
+    for rows, inner, k in ((1, 37, 99), (1, 70, 1024), (3, 40, 256), (16, 130, 640), (9, 33, 50)):
+        x, weight = _random(device, dtype, rows, k), _random(device, dtype, 2 * inner, k) / math.sqrt(k)
+        gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
+        for config in _some_configs(rows, inner, k, dtype, True):
+            _close(matvec.matvec_silu(x, weight, config=config), F.silu(gate) * up, dtype)
+
+
+CHECKS: tuple[Check, ...] = (
+    check_add_rms_norm,
+    check_silu_mul,
+    check_norm_rope_write,
+    check_decode,
+    check_decode_tilings,
+    check_draw,
+    check_matvec,
+    check_matvec_silu,
+)
+
+
+def _check_decode(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    window: int | None,
+    splits: int,
+    positions: Sequence[int],
+    tiling: decode.Tiling | None = None,
+) -> None:
+    """A cache that holds what each row may see and NaN everywhere else; the last row is padding."""
+    batch, columns = len(positions) + 1, max(positions) // block_size + 2
+    blocks = _permutation(device, batch * columns)
+    tables = torch.full((batch + 3, columns + 1), batch * columns, dtype=torch.int32, device=device)
+    shape = (batch * columns + 1, block_size, kv_heads, dim)
+    k_cache, v_cache = (torch.full(shape, NAN, dtype=dtype, device=device) for _ in range(2))
+    slots = _permutation(device, batch + 3)[:batch]
+    q = _random(device, dtype, batch, heads, dim)
+    expected = torch.zeros(batch, heads, dim, dtype=torch.float64, device=device)
+    for row, position in enumerate(positions):
+        first = 0 if window is None else max(0, position + 1 - window)
+        seen = torch.arange(first, position + 1, device=device)
+        tables[slots[row], :columns] = blocks[row * columns : (row + 1) * columns].int()
+        at = (tables[slots[row], seen // block_size].long(), seen % block_size)
+        k, v = (_random(device, dtype, len(seen), kv_heads, dim) for _ in range(2))
+        k_cache[at], v_cache[at] = k, v
+        k, v = (x.double().repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+        weights = torch.softmax(torch.einsum("hd,thd->ht", q[row].double(), k) * 0.2, -1)
+        expected[row] = torch.einsum("ht,thd->hd", weights, v)
+    slots[-1] = -1
+    where = torch.tensor([*positions, 3], dtype=torch.int32, device=device)
+    partial = torch.full((decode.workspace_size(batch, heads, dim, splits),), NAN, device=device)
+    out = decode.paged_decode(
+        q, k_cache, v_cache, tables, slots.int(), where, 0.2, window, splits, partial, tiling=tiling
+    )
+    _close(out.view_as(q), expected, dtype, scale=2.0)
+
+
+def _check_draw(logits: Tensor, temperature: Tensor, uniform: Tensor) -> None:
+    rows = len(logits)
+    slots = _permutation(logits.device, rows + 4)[:rows].int()
+    slots[-1] = -1
+    last = torch.full((rows + 4,), -1, dtype=torch.int64, device=logits.device)
+    tokens = draw.draw(logits, temperature, uniform, last, slots)
+    assert torch.equal(last[slots[:-1].long()], tokens[:-1].long())
+    assert int((last >= 0).sum()) == rows - 1, "padding was written"
+    heat = torch.where(temperature > 0, temperature, 1.0).double()
+    cumulative = torch.softmax(logits.double() / heat[:, None], -1).cumsum(-1)
+    for row, token in enumerate(tokens.tolist()):
+        if temperature[row] == 0:
+            best = logits[row].max()
+            assert token == int((logits[row] == best).nonzero()[0])
+            continue
+        assert logits[row, token] > -torch.inf
+        target, slack = float(uniform[row]), 1e-6
+        assert float(cumulative[row, token]) >= target - slack
+        assert token == 0 or float(cumulative[row, token - 1]) <= target + slack
+        alone = draw.draw(logits[row : row + 1], temperature[row : row + 1], uniform[row : row + 1], last, slots[-1:])
+        assert int(alone) == token, "depends on its company"
+
+
+def _some_configs(rows: int, m: int, k: int, dtype: torch.dtype, gated: bool) -> list[matvec.Config]:
+    """The default, the last candidate, and both with shared columns; splits may be without any."""
+    found = matvec.candidates(rows, m, k, dtype, gated=gated)
+    chosen = [found[0], found[-1]]
+    if -(-m // found[-1].block_m) <= matvec.PROGRAMS >= -(-m // found[0].block_m):
+        chosen += [found[0]._replace(splits=2), found[-1]._replace(splits=5)]
+    return chosen
+
+
+def _normed(x: Tensor, weight: Tensor | None) -> Tensor:
+    if weight is None:
+        return x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def _permutation(device: torch.device, size: int) -> Tensor:
+    return torch.randperm(size, device=device)
+
+
+def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
+    """Within one rounding of each result, and one of a typical size `scale` for those that nearly cancel."""
+    error = (actual.double() - expected).abs()
+    allowed = ROUNDING[dtype] * (expected.abs() + scale)
+    assert actual.shape == expected.shape
+    assert bool((error <= allowed).all()), (
+        f"off by {float((error / allowed).nan_to_num(math.inf).max()):.1f} tolerances"
+    )
+
+
+# Timing
+
+
+SHAPES = {  # name: (outputs, inputs)
+    "llama-8b qkv": (6144, 4096),
+    "llama-8b o": (4096, 4096),
+    "llama-8b gate_up": (28672, 4096),
+    "llama-8b down": (4096, 14336),
+    "llama-8b head": (128256, 4096),
+    "qwen-0.6b qkv": (4096, 1024),
+    "qwen-0.6b o": (1024, 2048),
+    "qwen-0.6b gate_up": (6144, 1024),
+    "qwen-0.6b down": (1024, 3072),
+    "qwen-0.6b head": (151936, 1024),
+}
+COLD = 256 << 20  # bytes to go through before an input is used again, several times what fits into L2
+Tuned = dict[tuple[int, int, int, bool], matvec.Config]
+
+
+def seconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Of one call, on average over a CUDA graph of all of them: the best of five replays."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):  # not torch.cuda.graph, which empties caches each time
+        graph.capture_begin()
+        for call in calls:
+            call()
+        graph.capture_end()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
+    graph.replay()
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return min(a.elapsed_time(b) for a, b in pairwise(events)) / len(calls) / 1e3
+
+
+def repeated(call: Callable[..., object], inputs: Sequence[tuple[object, ...]]) -> float:
+    """Seconds of a call over inputs in turn, at least twenty times."""
+    times = -(-20 // len(inputs))
+    return seconds([functools.partial(call, *each) for each in list(inputs) * times])
+
+
+def copies(make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    """So many fresh inputs that each has left the caches when its turn comes again; 100 at most."""
+    first = make()
+    size = sum(x.numel() * x.element_size() for x in first)
+    return [first, *(make() for _ in range(min(99, COLD // max(1, size))))]
+
+
+def time_matvec(device: torch.device, quick: bool) -> None:
+    tuned: Tuned = {}
+    shapes = dict(list(SHAPES.items())[:4]) if quick else SHAPES
+    for name, (m, k) in shapes.items():
+        weights = [x for (x,) in copies(functools.partial(_weights, device, m, k))]
+        _time_shape(name, weights, False, tuned)
+        if "gate_up" in name:
+            _time_shape(name + " silu", weights, True, tuned)
+        del weights
+    print("\nTUNED: dict[tuple[int, int, int, bool], Config] = {")
+    for key, config in tuned.items():
+        print(f"    {key}: {config!r},")
+    print("}")
+
+
+def _weights(device: torch.device, m: int, k: int) -> tuple[Tensor]:
+    return (torch.randn(m, k, device=device, dtype=torch.bfloat16) / math.sqrt(k),)
+
+
+def _time_shape(name: str, weights: list[Tensor], gated: bool, tuned: Tuned) -> None:
+    rows_of_weight, k = weights[0].shape
+    m = rows_of_weight // (1 + gated)
+    ours = matvec.matvec_silu if gated else matvec.matvec
+    for rows in (1, 4, 16, 2, 8):  # the largest of each bucket is tuned, the others follow
+        x = torch.randn(rows, k, device=weights[0].device, dtype=torch.bfloat16)
+        inputs = [(x, weight) for weight in weights]
+        key = (matvec.bucket(rows), m, k, gated)
+        if key not in tuned:
+            timed = {}
+            for config in matvec.candidates(rows, m, k, torch.bfloat16, gated=gated):
+                try:
+                    timed[config] = repeated(functools.partial(ours, config=config), inputs)
+                except Exception as error:
+                    print(f"    {tuple(config)} fails: {str(error).splitlines()[-1]}")
+            print("    " + ", ".join(f"{tuple(config)} {span * 1e6:.1f}" for config, span in timed.items()))
+            if not timed:
+                continue
+            tuned[key] = min(timed, key=timed.__getitem__)
+        span = repeated(functools.partial(ours, config=tuned[key]), inputs)
+        plain = repeated(_plain_silu if gated else F.linear, inputs)
+        _print(f"matvec {name} N={rows}", span, weights[0].numel() * 2, plain)
+
+
+def _plain_silu(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = F.linear(x, weight).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def time_decode(device: torch.device, quick: bool) -> None:
+    kv_heads, dim, block_size = 8, 128, 16
+    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    most = 64 * 2048 if quick else 256 * 16384
+    shape = (most // block_size, block_size, kv_heads, dim)
+    k_cache, v_cache = (torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
+    blocks = _permutation(device, most // block_size).int()
+    for group in (4, 2):
+        for batch in (1, 16, 64, 256):
+            for context in (256, 2048, 16384):
+                if batch * context > most or (group == 2 and context != 2048):
+                    continue
+                used = batch * context // block_size
+                read = 2 * batch * context * kv_heads * dim * 2
+                turns = max(1, min(len(blocks) // used, COLD // read, 100))  # other blocks each time: L2 does not help
+                tables = blocks[: turns * used].view(turns, batch, -1)
+                q = torch.randn(batch, group * kv_heads, dim, device=device, dtype=torch.bfloat16)
+                slots = torch.arange(batch, dtype=torch.int32, device=device)
+                positions = torch.full((batch,), context - 1, dtype=torch.int32, device=device)
+                chosen = decode.choose_splits(batch, kv_heads, sm_count)
+                tilings = decode.candidates(torch.bfloat16, dim)
+                for tiling in tilings if context == 2048 else tilings[:1]:
+                    for splits in {chosen, max(1, chosen // 2), min(64, chosen * 2)} if context == 2048 else {chosen}:
+                        if tiling != tilings[0] and splits != chosen:
+                            continue
+                        size = decode.workspace_size(batch, group * kv_heads, dim, splits)
+                        partial = torch.empty(size, dtype=torch.float32, device=device)
+                        call = functools.partial(decode.paged_decode, tiling=tiling)
+                        rest = (slots, positions, 0.1, None, splits, partial)
+                        span = repeated(call, [(q, k_cache, v_cache, table, *rest) for table in tables])
+                        _print(f"decode G={group} B={batch} T={context} splits={splits} {tuple(tiling)}", span, read)
+
+
+def time_fused(device: torch.device, quick: bool) -> None:
+    heads, kv_heads, dim, block_size = 32, 8, 128, 16
+    weight = torch.ones(4096, dtype=torch.bfloat16, device=device)
+    for rows in (1, 64, 256, 4096):
+        random = functools.partial(_random, device, torch.bfloat16, rows)
+        inputs = copies(lambda random=random: (random(4096), random(4096)))  # type: ignore[misc]
+        span = repeated(lambda x, residual: fused.add_rms_norm(x, residual, weight, 1e-6), inputs)
+        plain = repeated(lambda x, residual: F.rms_norm(x + residual, (4096,), weight, 1e-6), inputs)
+        _print(f"add_rms_norm T={rows}", span, 4 * rows * 4096 * 2, plain)
+        inputs = copies(lambda random=random: (random(28672),))  # type: ignore[misc]
+        span = repeated(fused.silu_mul, inputs)
+        plain = repeated(lambda x: F.silu(x[:, :14336]) * x[:, 14336:], inputs)
+        _print(f"silu_mul T={rows}", span, 3 * rows * 14336 * 2, plain)
+
+        tables = _permutation(device, 8192).view(8, 1024).int()
+        shape = (8192, block_size, kv_heads, dim)
+        k_cache, v_cache = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+        places = _permutation(device, 8192 * block_size)[:rows].int()
+        slots, positions = places // (1024 * block_size), places % (1024 * block_size)
+        table = torch.randn(1024 * block_size, 2, dim // 2, device=device)
+        inputs = copies(lambda random=random: (random((heads + 2 * kv_heads) * dim),))  # type: ignore[misc]
+        for norm in (None, weight[:dim]):
+            rest = (norm, norm, 1e-6, table, k_cache, v_cache, tables, slots, positions, heads, kv_heads, dim)
+            span = repeated(fused.norm_rope_write, [(*x, *rest) for x in inputs])
+            name = "norm_rope_write" if norm is not None else "rope_write"
+            _print(f"{name} T={rows}", span, 2 * rows * (heads + 2 * kv_heads) * dim * 2)
+
+
+def time_draw(device: torch.device, quick: bool) -> None:
+    for vocab in (128256, 151936):
+        for rows in (1, 64, 256, 4096):
+            if rows > 256 and quick:
+                continue
+            random = functools.partial(_random, device, torch.bfloat16, rows, vocab)
+            inputs = copies(lambda random=random: (random(),))  # type: ignore[misc]
+            uniform = torch.rand(rows, device=device)
+            slots = torch.arange(rows, dtype=torch.int32, device=device)
+            rest = (torch.ones(rows, device=device), uniform, slots.clone(), slots)
+            span = repeated(draw.draw, [(*x, *rest) for x in inputs])
+            plain = repeated(lambda x: x.argmax(-1), inputs)
+            _print(f"draw V={vocab} N={rows} (torch: argmax)", span, rows * vocab * 2, plain)
+
+
+def _print(name: str, span: float, size: int, plain: float | None = None) -> None:
+    beside = "" if plain is None else f"   torch {plain * 1e6:9.1f} us, {plain / span:5.2f} times as long"
+    print(f"{name:58s} {span * 1e6:9.1f} us {size / span / 1e12:6.2f} TB/s{beside}", flush=True)
+
+
+def guarded(name: str, call: Callable[[], None]) -> bool:
+    """Runs one part; a failure is printed, and the others go on."""
+    began = time.perf_counter()
+    try:
+        call()
+    except Exception:
+        print(f"FAIL {name}\n    " + "\n    ".join(traceback.format_exc().splitlines()[-8:]), flush=True)
+        return False
+    print(f"PASS {name} ({time.perf_counter() - began:.1f} s)", flush=True)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer shapes to time")
+    parser.add_argument("--only", choices=("check", "matvec", "decode", "fused", "draw"), help="one part of it")
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    torch.manual_seed(time.time_ns() % 2**31)
+    good = True
+    if options.only in (None, "check"):
+        for dtype in (torch.bfloat16, torch.float32):
+            for check in CHECKS:
+                good &= guarded(f"{check.__name__} {dtype}", functools.partial(check, device, dtype))
+    for part in (time_fused, time_decode, time_draw, time_matvec):
+        if options.only in (None, part.__name__.removeprefix("time_")):
+            good &= guarded(part.__name__, functools.partial(part, device, options.quick))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

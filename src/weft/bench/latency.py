@@ -1,0 +1,135 @@
+"""Latency of an engine that is otherwise idle: decode steps by batch, first tokens by prompt, beside the limits."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.bench.limits import Ceilings, decode_work, prefill_work
+from weft.bench.shapes import Subject, clear
+from weft.core import StepRecord
+from weft.engine.engine import Engine
+from weft.engine.params import SamplingParams
+from weft.engine.stream import Stream
+from weft.errors import EngineError
+
+TEMPERATURE = 0.6
+DECODE_PROMPT = 128  # tokens
+SETTLE = 8  # decode steps that are not counted, before those that are
+REPEATS = 5  # of a prefill, of which the median counts
+
+
+class Decode(NamedTuple):
+    """A decode step: the wall time between two commits."""
+
+    batch: int
+    ms: float  # median
+    p99_ms: float
+    floor_ms: float  # what the device's limits allow
+    fraction: float  # of that limit
+
+
+class Prefill(NamedTuple):
+    """One prompt, from its arrival to its first token."""
+
+    tokens: int
+    ms: float  # median
+    floor_ms: float
+    fraction: float
+
+
+def decode_obstacle(engine: Engine, batch: int, steps: int) -> str | None:
+    """Why this engine cannot decode so many at once; None: it can."""
+    scheduler = engine.loop.scheduler
+    # While prompts are read, those that were read before decode already; a margin for that.
+    length = DECODE_PROMPT + SETTLE + steps + min(batch, DECODE_PROMPT)
+    room = scheduler.num_blocks // -(-length // scheduler.block_size)
+    if length > engine.max_model_len:
+        return f"it takes a context of {length} tokens, and the engine's is {engine.max_model_len}"
+    if batch > scheduler.max_num_seqs:
+        return f"the engine runs at most {scheduler.max_num_seqs} requests at once"
+    return f"the KV cache holds {room} requests of {length} tokens" if batch > room else None
+
+
+def prefill_obstacle(engine: Engine, tokens: int) -> str | None:
+    """Why this engine cannot read such a prompt; None: it can."""
+    if tokens >= engine.max_model_len:
+        return f"the context is {engine.max_model_len} tokens, one of them for the answer"
+    return None
+
+
+def measure_decode(subject: Subject, ceilings: Ceilings, batch: int, steps: int) -> Decode:
+    """Median over `steps` steps in which `batch` requests decode and nothing else happens."""
+    engine = subject.engine
+    try:
+        streams = [_add(engine, _prompt(engine, DECODE_PROMPT, seed), None) for seed in range(batch)]
+        gaps = _gaps(engine, batch, SETTLE + steps)[SETTLE:]
+        context = DECODE_PROMPT + float(np.mean([len(stream.output) for stream in streams])) - steps / 2
+    finally:
+        clear(engine)
+    floor = decode_work(subject.config, subject.dtype.itemsize, batch, context).floor(ceilings)
+    median, p99 = np.percentile(gaps, (50, 99)).tolist()
+    return Decode(batch, median * 1000, p99 * 1000, floor * 1000, floor / median)
+
+
+def measure_prefill(subject: Subject, ceilings: Ceilings, tokens: int, chunk: int) -> Prefill:
+    """Median over a few prompts of so many tokens, after one that is not counted."""
+    found = [_first_token(subject.engine, tokens, seed) for seed in range(1 + REPEATS)]
+    median = float(np.median(found[1:]))
+    floor = prefill_work(subject.config, subject.dtype.itemsize, tokens, chunk).floor(ceilings)
+    return Prefill(tokens, median * 1000, floor * 1000, floor / median)
+
+
+def _gaps(engine: Engine, batch: int, count: int) -> NDArray[np.float64]:
+    """Seconds between commits of steps that carry `batch` decodes and no prefill."""
+    loop = engine.loop
+    gaps: list[float] = []
+    last: float | None = None
+
+    def note(record: StepRecord) -> None:
+        nonlocal last
+        now = loop.clock()
+        if record.preemptions:
+            raise EngineError(f"the KV cache is too small for {batch} requests at once: choose a smaller batch")
+        if record.decode_tokens != batch or record.prefill_tokens:
+            last = None
+            return
+        if last is not None:
+            gaps.append(now - last)
+        last = now
+
+    listener, loop.on_record = loop.on_record, note
+    try:
+        while len(gaps) < count:
+            if not loop.has_work:
+                raise EngineError(f"{batch} requests ended after {len(gaps)} decode steps of {count}")
+            loop.step()
+    finally:
+        loop.on_record = listener
+    return np.array(gaps)
+
+
+def _first_token(engine: Engine, tokens: int, seed: int) -> float:
+    """Seconds from a prompt's arrival, its check included, to its first token."""
+    loop = engine.loop
+    prompt = _prompt(engine, tokens, seed)
+    began = loop.clock()
+    stream = _add(engine, prompt, 1)
+    while loop.has_work and not stream.output:
+        loop.step()
+    seconds = loop.clock() - began
+    if not stream.output:
+        raise EngineError(f"a prompt of {tokens} tokens ended with {stream.request.finish_reason} before its token")
+    return seconds
+
+
+def _add(engine: Engine, prompt: list[int], max_tokens: int | None) -> Stream:
+    params = SamplingParams(temperature=TEMPERATURE, max_tokens=max_tokens, ignore_eos=True)
+    (stream,) = engine.open_streams(prompt, params)
+    engine.loop.add(stream)
+    return stream
+
+
+def _prompt(engine: Engine, tokens: int, seed: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(0, engine.vocab_size, tokens).tolist()
+    return found

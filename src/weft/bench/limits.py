@@ -1,0 +1,126 @@
+"""What a device can do at most, measured with a few large operations, and the least time that a step needs for that."""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # torch takes seconds to import, and must not be before prepare_cpu()
+    import torch
+
+    from weft.models import ModelConfig
+
+H200_COPY = 4.28e12  # bytes a second: read on the card that the figures of others come from
+REPEATS = 5  # of which the fastest counts
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+MATRIX = {"cuda": 8192, "cpu": 1024}  # rows and columns
+CALLS = {"cuda": 50, "cpu": 1}  # in a row: a device that runs behind is asked once for many
+
+
+class Ceilings(NamedTuple):
+    copy: float  # bytes a second, those read and those written
+    matmul: float  # floating-point operations a second, in the model's type
+
+
+class Work(NamedTuple):
+    """What a step cannot do without."""
+
+    read: float  # bytes
+    flops: float
+
+    def floor(self, ceilings: Ceilings) -> float:
+        """Seconds: reading and computing may overlap, so the longer of the two."""
+        return max(self.read / ceilings.copy, self.flops / ceilings.matmul)
+
+
+def measure_ceilings(device: "torch.device", dtype: "torch.dtype") -> Ceilings:
+    import torch
+
+    found = Ceilings(measure_copy(device), measure_matmul(device, dtype))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the engine may need it
+    return found
+
+
+def measure_copy(device: "torch.device") -> float:
+    """Bytes a second of a large copy within the device, read and written."""
+    import torch
+
+    size = COPY_BYTES[device.type]
+    if device.type == "cuda":  # the engine has left little
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2 * size / _seconds(lambda: target.copy_(source), device)
+
+
+def measure_matmul(device: "torch.device", dtype: "torch.dtype") -> float:
+    """Floating-point operations a second of a large matrix product."""
+    import torch
+
+    size = MATRIX[device.type]
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * size**3 / _seconds(lambda: torch.mm(left, right, out=out), device)
+
+
+def decode_work(config: "ModelConfig", itemsize: int, batch: int, context: float) -> Work:
+    """A step of `batch` decodes behind `context` tokens each; a number takes `itemsize` bytes."""
+    read, active = _layer_weights(config, batch)
+    head = config.hidden_size * config.vocab_size
+    seen = [min(context, window or context) for window in config.layer_windows]
+    cached = 2 * config.num_kv_heads * config.head_dim * sum(seen)
+    attention = 4 * config.num_heads * config.head_dim * sum(seen)
+    return Work(itemsize * (read + head + batch * cached), batch * (2 * (active + head) + attention))
+
+
+def prefill_work(config: "ModelConfig", itemsize: int, tokens: int, chunk: int) -> Work:
+    """A prompt up to its first token, in steps of `chunk` tokens. Only the last token needs the head."""
+    steps = -(-tokens // chunk)
+    read, active = _layer_weights(config, min(tokens, chunk))
+    head = config.hidden_size * config.vocab_size
+    cached = 2 * config.num_kv_heads * config.head_dim * config.num_layers * tokens
+    pairs = sum(_pairs(tokens, window or tokens) for window in config.layer_windows)
+    attention = 4 * config.num_heads * config.head_dim * pairs
+    return Work(itemsize * (steps * read + head + cached), 2 * (tokens * active + head) + attention)
+
+
+def _layer_weights(config: "ModelConfig", tokens: int) -> tuple[float, float]:
+    """Weights of all layers that a step of so many tokens reads, and those that one token is multiplied with.
+
+    Norms and biases, a thousandth of the whole, are left out. Of experts, those that evenly spread tokens choose.
+    """
+    hidden, moe = config.hidden_size, config.moe
+    attention = 2 * hidden * config.head_dim * (config.num_heads + config.num_kv_heads)
+    sparse = 0 if moe is None else len(moe.sparse_layers)
+    dense = config.num_layers * attention + (config.num_layers - sparse) * 3 * hidden * config.intermediate_size
+    if moe is None:
+        return dense, dense
+    router, expert = hidden * moe.num_experts, 3 * hidden * moe.intermediate_size
+    chosen = moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens)
+    return dense + sparse * (router + chosen * expert), dense + sparse * (router + moe.experts_per_token * expert)
+
+
+def _pairs(tokens: int, window: int) -> int:
+    """Queries with the keys that they see, in one layer over a whole prompt."""
+    window = min(window, tokens)
+    return window * (window + 1) // 2 + (tokens - window) * window
+
+
+def _seconds(work: Callable[[], object], device: "torch.device") -> float:
+    """Of one call, at the fastest; the first ones are for warming up."""
+    import torch
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    found = []
+    calls = CALLS[device.type]
+    for _ in range(1 + REPEATS):
+        wait()
+        started = time.perf_counter()
+        for _ in range(calls):
+            work()
+        wait()
+        found.append((time.perf_counter() - started) / calls)
+    return min(found[1:])

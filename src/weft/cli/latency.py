@@ -1,0 +1,78 @@
+"""`weft bench latency`: decode steps and first tokens, each beside what the device allows."""
+
+import argparse
+
+from weft.bench.latency import decode_obstacle, measure_decode, measure_prefill, prefill_obstacle
+from weft.bench.limits import measure_ceilings
+from weft.bench.shapes import subject
+from weft.cli.shapes import (
+    add_shape_arguments,
+    at_least_one,
+    described,
+    device_kind,
+    print_subject,
+    shape_options,
+    write_json,
+)
+
+BATCHES = {"cuda": [1, 16, 64, 256], "cpu": [1, 16]}
+PROMPTS = {"cuda": [512, 4096, 16_384, 30_000], "cpu": [512]}
+
+
+def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "latency",
+        help="decode steps and first tokens, beside the device's limits",
+        description="Times a decode step (the median wall time between commits, sampling at temperature 0.6 included, "
+        "behind prompts of 128 tokens) at several batch sizes, and the first token of one prompt at several lengths "
+        "(the median of five), and tells which fraction of the device's limit each reaches. The limit is the longer "
+        "of two times: reading the weights and the KV cache once at the speed of a large copy, and the arithmetic at "
+        "the speed of a large matrix product. Both speeds are measured in the same run. Start-up counts from the start "
+        "of the process. Needs no model files and no network.",
+    )
+    add = parser.add_argument
+    add("--batch", type=int, nargs="+", metavar="N", help=f"decodes at once (default: {_defaults(BATCHES)})")
+    add("--prompt", type=int, nargs="+", metavar="N", help=f"tokens of a prompt (default: {_defaults(PROMPTS)})")
+    add("--decode-steps", type=int, default=256, metavar="N", help="steps that count, for each batch (default: 256)")
+    add_shape_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    kind = device_kind(arguments.device)
+    arguments.batch, arguments.prompt = arguments.batch or BATCHES[kind], arguments.prompt or PROMPTS[kind]
+    at_least_one(arguments, "batch", "prompt", "decode_steps")
+    options = shape_options(arguments, max_num_seqs=max(arguments.batch))
+    decode, prefill, left_out = [], [], []
+    with subject(arguments.shape, options) as found:
+        print_subject(found)
+        ceilings = measure_ceilings(found.device, found.dtype)
+        copy, matmul = ceilings.copy / 1e12, ceilings.matmul / 1e12
+        print(f"limits: copy {copy:.3g} TB/s, matrix product {matmul:.3g} TFLOP/s\n")
+        print(f"{'decode':>8} {'median ms':>11} {'p99 ms':>11} {'floor ms':>11} {'of the limit':>13}", flush=True)
+        for batch in arguments.batch:
+            if obstacle := decode_obstacle(found.engine, batch, arguments.decode_steps):
+                left_out.append(f"batch {batch}: {obstacle}")
+                continue
+            step = measure_decode(found, ceilings, batch, arguments.decode_steps)
+            decode.append(step._asdict())
+            times = f"{step.ms:>11.3f} {step.p99_ms:>11.3f} {step.floor_ms:>11.3f}"
+            print(f"{batch:>8} {times} {step.fraction:>13.1%}", flush=True)
+        print(f"\n{'prefill':>8} {'median ms':>11} {'':>11} {'floor ms':>11} {'of the limit':>13}", flush=True)
+        for tokens in arguments.prompt:
+            if obstacle := prefill_obstacle(found.engine, tokens):
+                left_out.append(f"prompt of {tokens}: {obstacle}")
+                continue
+            first = measure_prefill(found, ceilings, tokens, options.max_num_batched_tokens)
+            prefill.append(first._asdict())
+            print(f"{tokens:>8} {first.ms:>11.3f} {'':>11} {first.floor_ms:>11.3f} {first.fraction:>13.1%}", flush=True)
+    for note in left_out:
+        print(f"left out: {note}")
+    rows = {"decode": decode, "prefill": prefill, "left_out": left_out}
+    write_json(arguments.json, {**described(found), **rows, "copy_tb_per_s": copy, "matmul_tflop_per_s": matmul})
+    return 0
+
+
+def _defaults(by_kind: dict[str, list[int]]) -> str:
+    on_gpu, on_cpu = (" ".join(map(str, by_kind[kind])) for kind in ("cuda", "cpu"))
+    return f"{on_gpu} on a GPU, {on_cpu} on a CPU"

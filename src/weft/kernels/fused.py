@@ -1,0 +1,258 @@
+"""Triton kernels for what lies between the matrix products of a layer: norms, SwiGLU, rotations, writes to the cache.
+
+Each one reads its input once and writes its result once; everything inside is float32 and is rounded at the end.
+Only imported where there is a GPU.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and the sum, for x [T, H].
+
+    The sum is written over `residual` and its norm over `x`. Without a residual the sum is x itself, unchanged, and the
+    norm is a new tensor.
+    """
+    rows, size = x.shape
+    normed = torch.empty_like(x) if residual is None else x
+    total = x if residual is None else residual
+    assert x.stride(1) == total.stride(1) == normed.stride(1) == weight.stride(0) == 1
+    if rows:
+        block = triton.next_power_of_2(size)
+        _add_rms_norm[(rows,)](
+            x,
+            total,
+            weight,
+            normed,
+            eps,
+            size,
+            x.stride(0),
+            total.stride(0),
+            normed.stride(0),
+            ADD=residual is not None,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 4), 16),
+        )
+    return normed, total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, of [T, 2 * inner] with the gates first."""
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        # Few rows: small pieces, so that every SM has one. Many rows: more work for each of a great many programs.
+        block = 512 if rows <= 32 else 1024 if rows <= 256 else 2048
+        block = min(block, triton.next_power_of_2(inner))
+        _silu_mul[(rows, triton.cdiv(inner, block))](
+            gate_up, out, inner, gate_up.stride(0), BLOCK=block, num_warps=min(max(block // 256, 1), 8)
+        )
+    return out
+
+
+def norm_rope_write(
+    qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
+    q_weight: Tensor | None,  # [head_dim]; None: queries are not normed
+    k_weight: Tensor | None,
+    eps: float,
+    table: Tensor,  # [max_len, 2, rotary_dim / 2] float32: cos, then sin
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    v_cache: Tensor,
+    block_tables: Tensor,  # [S, W] int32
+    slots: Tensor,  # [T] int32: each token's row of the block tables; negative: padding, which is written nowhere
+    positions: Tensor,  # [T] int32
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> Tensor:
+    """Norms and rotates queries and keys, writes keys and values to the cache, and returns the queries.
+
+    Queries come back as a new tensor [T, heads, head_dim].
+    """
+    tokens = qkv.shape[0]
+    q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    half = table.shape[2]
+    rest = head_dim - 2 * half
+    assert qkv.shape[1] == (heads + 2 * kv_heads) * head_dim
+    assert rest >= 0
+    assert table.is_contiguous()
+    assert qkv.stride(1) == k_cache.stride(3) == v_cache.stride(3) == block_tables.stride(1) == 1
+    if tokens:
+        total = heads + 2 * kv_heads
+        tile_heads = min(triton.next_power_of_2(total), 4 if tokens <= 32 else 8 if tokens <= 512 else 16)
+        _norm_rope_write[(tokens, triton.cdiv(total, tile_heads))](
+            qkv,
+            qkv if q_weight is None else q_weight,
+            qkv if k_weight is None else k_weight,
+            table,
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            slots,
+            positions,
+            eps,
+            qkv.stride(0),
+            block_tables.stride(0),
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=head_dim,
+            HALF=half,
+            BLOCK_SIZE=k_cache.shape[1],
+            Q_NORM=q_weight is not None,
+            K_NORM=k_weight is not None,
+            TILE_HEADS=tile_heads,
+            TILE_HALF=triton.next_power_of_2(half),
+            TILE_REST=triton.next_power_of_2(rest) if rest else 0,
+            num_warps=min(max(tile_heads * triton.next_power_of_2(head_dim) // 512, 1), 4),
+        )
+    return q
+
+
+@triton.jit
+def _add_rms_norm(
+    x, residual, weight, out, eps, size, x_stride, residual_stride, out_stride, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    total = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    if ADD:
+        kept = residual + row * residual_stride + columns
+        added = total.to(tl.float32) + tl.load(kept, mask=inside, other=0.0).to(tl.float32)
+        total = added.to(residual.dtype.element_ty)
+        tl.store(kept, total, mask=inside)
+    wide = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = wide * scale * weights
+    tl.store(out + row * out_stride + columns, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, inner, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < inner
+    source = gate_up + row * stride
+    gate = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + inner + columns, mask=inside, other=0.0).to(tl.float32)
+    product = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * inner + columns, product.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_rope_write(
+    qkv,
+    q_weight,
+    k_weight,
+    table,
+    q,
+    k_cache,
+    v_cache,
+    block_tables,
+    slots,
+    positions,
+    eps,
+    qkv_stride,
+    tables_stride,
+    k_block_stride,
+    k_place_stride,
+    k_head_stride,
+    v_block_stride,
+    v_place_stride,
+    v_head_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    TILE_HALF: tl.constexpr,
+    TILE_REST: tl.constexpr,
+):
+    """One token, TILE_HEADS of its heads (queries, keys and values count on). A head is taken apart in three: the two
+    halves that are rotated against each other, and the rest."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    owned = slot >= 0
+    position = tl.where(owned, tl.load(positions + token), 0)
+    block = tl.load(block_tables + slot * tables_stride + position // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)
+    place = position % BLOCK_SIZE
+
+    heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    is_q = heads < HEADS
+    is_k = (heads >= HEADS) & (heads < HEADS + KV_HEADS)
+    is_v = (heads >= HEADS + KV_HEADS) & (heads < HEADS + 2 * KV_HEADS)
+    sources = qkv + token * qkv_stride + heads * DIM
+    to_q = q + token * (HEADS * DIM) + heads * DIM
+    to_k = k_cache + block * k_block_stride + place * k_place_stride + (heads - HEADS) * k_head_stride
+    to_v = v_cache + block * v_block_stride + place * v_place_stride + (heads - HEADS - KV_HEADS) * v_head_stride
+    write_k = is_k & owned
+    write_v = is_v & owned
+    exists = is_q | is_k | is_v
+
+    columns = tl.arange(0, TILE_HALF)
+    low = columns < HALF
+    a = tl.load(sources[:, None] + columns[None, :], mask=exists[:, None] & low[None, :], other=0.0).to(tl.float32)
+    b = tl.load(sources[:, None] + HALF + columns[None, :], mask=exists[:, None] & low[None, :], other=0.0)
+    b = b.to(tl.float32)
+    if Q_NORM or K_NORM:
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        if TILE_REST > 0:
+            others = 2 * HALF + tl.arange(0, TILE_REST)
+            rest = tl.load(
+                sources[:, None] + others[None, :], mask=exists[:, None] & (others < DIM)[None, :], other=0.0
+            ).to(tl.float32)
+            squares += tl.sum(rest * rest, 1)
+        normed = (is_q & Q_NORM) | (is_k & K_NORM)
+        scale = tl.where(normed, tl.rsqrt(squares / DIM + eps), 1.0)
+        a = a * scale[:, None] * _weights(q_weight, k_weight, columns, low, is_q, is_k, Q_NORM, K_NORM)
+        b = b * scale[:, None] * _weights(q_weight, k_weight, HALF + columns, low, is_q, is_k, Q_NORM, K_NORM)
+    angles = table + position.to(tl.int64) * (2 * HALF) + columns
+    cos = tl.load(angles, mask=low, other=0.0)[None, :]
+    sin = tl.load(angles + HALF, mask=low, other=0.0)[None, :]
+    turned_a = tl.where(is_v[:, None], a, a * cos - b * sin)
+    turned_b = tl.where(is_v[:, None], b, b * cos + a * sin)
+    _scatter(turned_a, columns, low, to_q, to_k, to_v, is_q, write_k, write_v)
+    _scatter(turned_b, HALF + columns, low, to_q, to_k, to_v, is_q, write_k, write_v)
+    if TILE_REST > 0:
+        others = 2 * HALF + tl.arange(0, TILE_REST)
+        rest = tl.load(
+            sources[:, None] + others[None, :], mask=exists[:, None] & (others < DIM)[None, :], other=0.0
+        ).to(tl.float32)
+        if Q_NORM or K_NORM:
+            weights = _weights(q_weight, k_weight, others, others < DIM, is_q, is_k, Q_NORM, K_NORM)
+            rest = rest * scale[:, None] * weights
+        _scatter(rest, others, others < DIM, to_q, to_k, to_v, is_q, write_k, write_v)
+
+
+@triton.jit
+def _weights(q_weight, k_weight, columns, inside, is_q, is_k, Q_NORM: tl.constexpr, K_NORM: tl.constexpr):
+    """The norm weights of each head's columns; 1 where a head is not normed."""
+    weights = tl.full([is_q.shape[0], columns.shape[0]], 1.0, tl.float32)
+    if Q_NORM:
+        of_q = tl.load(q_weight + columns, mask=inside, other=0.0).to(tl.float32)
+        weights = tl.where(is_q[:, None], of_q[None, :], weights)
+    if K_NORM:
+        of_k = tl.load(k_weight + columns, mask=inside, other=0.0).to(tl.float32)
+        weights = tl.where(is_k[:, None], of_k[None, :], weights)
+    return weights
+
+
+@triton.jit
+def _scatter(values, columns, inside, to_q, to_k, to_v, is_q, is_k, is_v):
+    """Stores each head's columns to where its kind belongs."""
+    values = values.to(to_q.dtype.element_ty)
+    tl.store(to_q[:, None] + columns[None, :], values, mask=is_q[:, None] & inside[None, :])
+    tl.store(to_k[:, None] + columns[None, :], values, mask=is_k[:, None] & inside[None, :])
+    tl.store(to_v[:, None] + columns[None, :], values, mask=is_v[:, None] & inside[None, :])

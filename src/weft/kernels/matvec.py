@@ -1,0 +1,392 @@
+"""Products of a few rows with a large matrix, as in decoding: the time goes into reading the matrix once.
+
+For up to 16 rows. One row is multiplied and summed, several go through tensor cores, padded to 16. Where the matrix has
+too few rows to fill the device, programs share the columns; whoever comes last adds the partial sums up in a fixed
+order, so that results are reproducible. Only imported where there is a GPU.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+MAX_ROWS = 16
+PROGRAMS = 2 * 132  # that fill an H200
+
+
+class Config(NamedTuple):
+    block_m: int  # rows of the matrix a program takes; of each half, where it is gated
+    block_k: int  # columns at once
+    splits: int  # programs that share the columns
+    num_warps: int
+    num_stages: int  # 1: no pipeline, many programs a multiprocessor instead
+    dot: bool  # tensor cores
+
+
+# (rows rounded up to a bucket, M, K, gated) -> what scripts/check_kernels.py found fastest on an H200; for others the
+# first of `candidates` is taken. M counts the outputs: of a gated matrix, half of its rows.
+TUNED: dict[tuple[int, int, int, bool], Config] = {
+    (1, 6144, 4096, False): Config(2, 2048, 1, 8, 1, False),
+    (4, 6144, 4096, False): Config(64, 128, 2, 4, 4, True),
+    (16, 6144, 4096, False): Config(64, 128, 2, 4, 4, True),
+    (1, 4096, 4096, False): Config(2, 2048, 1, 8, 1, False),
+    (4, 4096, 4096, False): Config(64, 128, 4, 4, 4, True),
+    (16, 4096, 4096, False): Config(64, 64, 4, 4, 6, True),
+    (1, 28672, 4096, False): Config(2, 2048, 1, 8, 1, False),
+    (4, 28672, 4096, False): Config(64, 128, 1, 4, 4, True),
+    (16, 28672, 4096, False): Config(128, 128, 1, 8, 3, True),
+    (1, 14336, 4096, True): Config(2, 1024, 1, 4, 4, False),
+    (4, 14336, 4096, True): Config(64, 64, 1, 4, 4, True),
+    (16, 14336, 4096, True): Config(64, 64, 1, 4, 4, True),
+    (1, 4096, 14336, False): Config(2, 2048, 1, 8, 1, False),
+    (4, 4096, 14336, False): Config(64, 128, 4, 4, 4, True),
+    (16, 4096, 14336, False): Config(64, 128, 4, 4, 4, True),
+    (1, 128256, 4096, False): Config(4, 1024, 1, 4, 4, False),
+    (4, 128256, 4096, False): Config(64, 128, 1, 4, 4, True),
+    (16, 128256, 4096, False): Config(128, 128, 1, 8, 3, True),
+    (1, 4096, 1024, False): Config(2, 1024, 1, 4, 1, False),
+    (4, 4096, 1024, False): Config(64, 128, 4, 4, 4, True),
+    (16, 4096, 1024, False): Config(64, 64, 4, 4, 6, True),
+    (1, 1024, 2048, False): Config(2, 2048, 1, 8, 1, False),
+    (4, 1024, 2048, False): Config(64, 128, 8, 4, 4, True),
+    (16, 1024, 2048, False): Config(32, 128, 8, 4, 5, True),
+    (1, 6144, 1024, False): Config(2, 1024, 1, 4, 1, False),
+    (4, 6144, 1024, False): Config(32, 128, 1, 4, 5, True),
+    (16, 6144, 1024, False): Config(32, 256, 1, 4, 3, True),
+    (1, 3072, 1024, True): Config(1, 1024, 1, 4, 1, False),
+    (4, 3072, 1024, True): Config(64, 64, 4, 4, 4, True),
+    (16, 3072, 1024, True): Config(32, 128, 2, 4, 3, True),
+    (1, 1024, 3072, False): Config(4, 1024, 1, 4, 4, False),
+    (4, 1024, 3072, False): Config(64, 128, 8, 4, 4, True),
+    (16, 1024, 3072, False): Config(64, 128, 8, 4, 4, True),
+    (1, 151936, 1024, False): Config(8, 512, 1, 2, 1, False),
+    (4, 151936, 1024, False): Config(64, 128, 1, 4, 4, True),
+    (16, 151936, 1024, False): Config(128, 128, 1, 8, 3, True),
+}
+
+
+def bucket(rows: int) -> int:
+    """Rows are tuned for in steps: 1, 4, 16."""
+    return 1 if rows == 1 else 4 if rows <= 4 else 16
+
+
+def candidates(rows: int, m: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> list[Config]:
+    """At most six configurations worth timing, the default first."""
+    if dtype == torch.float32:
+        return [Config(4, 512, 1, 4, 1, False)] if rows == 1 else [Config(16, 32, 1, 4, 1, True)]
+    if rows == 1:
+        # 256 columns a warp: then x has the same layout as the weights, and no barrier is needed within the loop.
+        small = m * k < 1 << 23
+        found = [
+            Config(2 if small else 4, 1024, 1, 4, 1, False),
+            Config(4, 1024, 1, 4, 4, False),
+            Config(4 if small else 8, 1024, 1, 4, 1, False),
+            Config(4, 512, 1, 2, 1, False) if small else Config(8, 512, 1, 2, 1, False),
+            Config(2, 2048, 1, 8, 1, False) if k >= 2048 else Config(1, 1024, 1, 4, 1, False),
+            Config(16, 256, _splits(m, k, 16, 256), 4, 4, True),
+        ]
+    else:
+        found = [
+            Config(block_m, block_k, _splits(m, k, block_m, block_k), num_warps, num_stages, True)
+            for block_m, block_k, num_warps, num_stages in _tiles(rows, m)
+        ]
+    if gated:  # two matrices at once take twice the shared memory, or twice the registers
+        found = [
+            config._replace(block_k=config.block_k // 2)
+            if config.dot
+            else config._replace(block_m=-(-config.block_m // 2))
+            for config in found
+        ]
+    fitting = [config._replace(block_k=min(config.block_k, _padded(k, config.dot))) for config in found]
+    return list(dict.fromkeys(fitting))
+
+
+def configure(rows: int, m: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> Config:
+    tuned = TUNED.get((bucket(rows), m, k, gated)) if dtype != torch.float32 else None
+    return tuned or candidates(rows, m, k, dtype, gated=gated)[0]
+
+
+def matvec(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: Config | None = None, pdl: bool = False
+) -> Tensor:
+    """x [N, K] times weight [M, K] transposed, plus bias [M]; N <= 16.
+
+    With `pdl` (programmatic dependent launch) the kernel starts while its predecessor on the stream still runs, and
+    loads weights meanwhile. One call at a time on a device: calls share the counters behind the partial sums.
+    """
+    return _launch(x, weight, bias, weight.shape[0], False, config, pdl)
+
+
+def matvec_silu(x: Tensor, gate_up: Tensor, *, config: Config | None = None, pdl: bool = False) -> Tensor:
+    """silu(gate) * up [N, inner], where x [N, K] times gate_up [2 * inner, K] transposed is gates, then ups."""
+    return _launch(x, gate_up, None, gate_up.shape[0] // 2, True, config, pdl)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, m: int, gated: bool, config: Config | None, pdl: bool
+) -> Tensor:
+    rows, k = x.shape
+    assert rows <= MAX_ROWS
+    assert x.stride(1) == weight.stride(1) == 1
+    assert weight.shape[1] == k
+    out = torch.empty((rows, m), dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    config = config or configure(rows, m, k, weight.dtype, gated=gated)
+    tiles = triton.cdiv(m, config.block_m)
+    partial, counters = out, out  # never touched without splits
+    if config.splits > 1:
+        partial = torch.empty((config.splits, 1 + gated, rows, m), dtype=torch.float32, device=x.device)
+        assert tiles <= PROGRAMS, "so many programs need not share columns"
+        counters = _zeros(x.device)
+    extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    if config.dot:
+        kernel = _dot_rows
+    else:
+        assert rows == 1, "several rows need tensor cores"
+        kernel = _one_row
+    kernel[(tiles, config.splits)](
+        x,
+        weight,
+        out if bias is None else bias,
+        out,
+        partial,
+        counters,
+        rows,
+        m,
+        k,
+        x.stride(0),
+        weight.stride(0),
+        BIAS=bias is not None,
+        GATED=gated,
+        EVEN=k % config.block_k == 0,
+        BLOCK_M=config.block_m,
+        BLOCK_K=config.block_k,
+        SPLITS=config.splits,
+        STAGES=config.num_stages,
+        PDL=pdl,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **extra,
+    )
+    return out
+
+
+def _tiles(rows: int, m: int) -> list[tuple[int, int, int, int]]:
+    """(block_m, block_k, warps, stages). Each program reads all of x, which tells against low ones for many rows."""
+    if rows <= 4:
+        return [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4), (16, 512, 4, 3)]
+    if m <= 2048:
+        return [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4), (16, 128, 4, 5)]
+    return [(64, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 6), (128, 64, 4, 4), (128, 128, 8, 3)]
+
+
+def _splits(m: int, k: int, block_m: int, block_k: int) -> int:
+    """So many that about two programs a multiprocessor have work, each with at least two steps over the columns."""
+    most = max(1, k // (2 * block_k))
+    return min(max(1, PROGRAMS // int(triton.cdiv(m, block_m))), most, 8)
+
+
+def _padded(k: int, dot: bool) -> int:
+    return max(16 if dot else 1, int(triton.next_power_of_2(k)))
+
+
+@functools.cache
+def _zeros(device: torch.device) -> Tensor:
+    """Counters that are zero before and after each call, one for each tile of outputs that is shared.
+
+    Kept for good, outside of any graph's memory: made by the first call, which must not be one that is captured.
+    """
+    return torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _one_row(
+    x,
+    weight,
+    bias,
+    out,
+    partial,
+    counters,
+    rows,
+    m,
+    k,
+    x_stride,
+    stride,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Products are summed up over the columns only at the end: until then each thread adds in its own registers."""
+    tile = tl.program_id(0)
+    outputs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    begin, end = _columns(k, BLOCK_K, SPLITS)
+    columns = tl.arange(0, BLOCK_K)
+    # Beyond the last row the last one is read again, which costs less than a mask, and is not stored.
+    from_weight = weight + tl.minimum(outputs, m - 1).to(tl.int64)[:, None] * stride + columns[None, :]
+    if PDL:
+        _prefetch(weight, tile, m, begin, end, stride, BLOCK_M)
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    up = acc
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        if EVEN:
+            values = tl.load(x + start + columns).to(tl.float32)[None, :]
+            acc += tl.load(from_weight + start).to(tl.float32) * values
+            if GATED:
+                up += tl.load(from_weight + m.to(tl.int64) * stride + start).to(tl.float32) * values
+        else:
+            inside = start + columns < k
+            values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+            acc += tl.load(from_weight + start, mask=inside[None, :], other=0.0).to(tl.float32) * values
+            if GATED:
+                ups = tl.load(from_weight + m.to(tl.int64) * stride + start, mask=inside[None, :], other=0.0)
+                up += ups.to(tl.float32) * values
+    first = tl.sum(acc, 1)[:, None]
+    second = first
+    if GATED:
+        second = tl.sum(up, 1)[:, None]
+    row = tl.zeros([1], tl.int32)
+    _finish(first, second, bias, out, partial, counters, outputs, row, rows, m, BIAS, GATED, SPLITS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _dot_rows(
+    x,
+    weight,
+    bias,
+    out,
+    partial,
+    counters,
+    rows,
+    m,
+    k,
+    x_stride,
+    stride,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The matrix is the left operand, its rows the rows of the product; x is padded to 16."""
+    tile = tl.program_id(0)
+    outputs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    begin, end = _columns(k, BLOCK_K, SPLITS)
+    columns = tl.arange(0, BLOCK_K)
+    row = tl.arange(0, 16)
+    from_weight = weight + tl.minimum(outputs, m - 1).to(tl.int64)[:, None] * stride + columns[None, :]
+    from_x = x + row[:, None] * x_stride + columns[None, :]
+    exists = (row < rows)[:, None]
+    if PDL:
+        _prefetch(weight, tile, m, begin, end, stride, BLOCK_M)
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = tl.zeros([BLOCK_M, 16], tl.float32)
+    up = acc
+    for start in tl.range(begin, end, BLOCK_K):
+        if EVEN:
+            values = tl.trans(tl.load(from_x + start, mask=exists, other=0.0))
+            acc = tl.dot(tl.load(from_weight + start), values, acc, input_precision="ieee")
+            if GATED:
+                ups = tl.load(from_weight + m.to(tl.int64) * stride + start)
+                up = tl.dot(ups, values, up, input_precision="ieee")
+        else:
+            inside = (start + columns < k)[None, :]
+            values = tl.trans(tl.load(from_x + start, mask=exists & inside, other=0.0))
+            acc = tl.dot(tl.load(from_weight + start, mask=inside, other=0.0), values, acc, input_precision="ieee")
+            if GATED:
+                ups = tl.load(from_weight + m.to(tl.int64) * stride + start, mask=inside, other=0.0)
+                up = tl.dot(ups, values, up, input_precision="ieee")
+    _finish(acc, up, bias, out, partial, counters, outputs, row, rows, m, BIAS, GATED, SPLITS)
+
+
+@triton.jit
+def _columns(k, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr):
+    """The columns of this program's split."""
+    share = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
+    begin = tl.program_id(1) * share
+    return begin, tl.minimum(begin + share, k)
+
+
+@triton.jit
+def _finish(
+    first,
+    second,
+    bias,
+    out,
+    partial,
+    counters,
+    outputs,
+    row,
+    rows,
+    m,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Stores `first` [outputs, rows], gated by itself and `second` where asked, after adding up the splits."""
+    at = row[None, :] * m + outputs[:, None]
+    inside = (row < rows)[None, :] & (outputs < m)[:, None]
+    if SPLITS == 1:
+        _store(first, second, bias, out, at, inside, outputs, m, BIAS, GATED)
+    else:
+        size = rows * m
+        here = partial + tl.program_id(1) * (size * (1 + GATED))
+        tl.store(here + at, first, mask=inside)
+        if GATED:
+            tl.store(here + size + at, second, mask=inside)
+        # All threads have stored before one of them counts; its release makes their stores visible to the last program.
+        tl.debug_barrier()
+        counter = counters + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(counter, 0)
+            first = tl.zeros(first.shape, tl.float32)
+            second = tl.zeros(first.shape, tl.float32)
+            for split in tl.static_range(SPLITS):
+                there = partial + split * (size * (1 + GATED))
+                first += tl.load(there + at, mask=inside, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    second += tl.load(there + size + at, mask=inside, other=0.0, cache_modifier=".cg")
+            _store(first, second, bias, out, at, inside, outputs, m, BIAS, GATED)
+
+
+@triton.jit
+def _store(first, second, bias, out, at, inside, outputs, m, BIAS: tl.constexpr, GATED: tl.constexpr):
+    if BIAS:
+        first += tl.load(bias + outputs, mask=outputs < m, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        first = first * tl.sigmoid(first) * second
+    tl.store(out + at, first.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prefetch(weight, tile, m, begin, end, stride, BLOCK_M: tl.constexpr):
+    """Asks for the first lines of each row, which nobody writes, so that they come to L2 before x is there."""
+    outputs = tl.minimum(tile * BLOCK_M + tl.arange(0, BLOCK_M), m - 1).to(tl.int64)
+    lines = tl.minimum(begin + tl.arange(0, 16) * 64, end - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [weight + outputs[:, None] * stride + lines[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

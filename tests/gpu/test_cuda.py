@@ -1,0 +1,106 @@
+"""The engine on a GPU against the engine on the CPU. `pytest tests/gpu` runs all that need one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.models import tiny
+from weft import SamplingParams, StructuredOutputs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+LENGTHS = (3, 37, 60, 5)
+TOKENS = 48
+TIE = 1e-4  # the CPU's two best log probabilities this close excuse a different choice
+
+
+def generate(path: Path, device: str, params: SamplingParams, **options: Any) -> list[weft.Generation]:
+    prompts = [tiny.prompt(length, seed).tolist() for seed, length in enumerate(LENGTHS)]
+    # 24 tokens a step: the longer prompts are cut into slices, which share their steps with decodes.
+    options = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24, **options}
+    with weft.LLM(path, device=device, kv_cache_memory_bytes=32 << 20, **options) as llm:
+        return llm.generate(prompts, params, progress=False)
+
+
+def wrong_tokens(expected: list[weft.Generation], found: list[weft.Generation]) -> list[str]:
+    """Differences that no tie excuses; behind one the two continue different texts."""
+    wrong = []
+    for mine, theirs in zip(expected, found, strict=True):
+        pairs = zip(mine.token_ids, theirs.token_ids, strict=True)
+        position = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+        if position is not None:
+            assert mine.logprobs is not None
+            best, second = sorted(mine.logprobs[position].top.values(), reverse=True)[:2]
+            if best - second >= TIE:
+                wrong.append(f"token {position}: {theirs.token_ids[position]} instead of {mine.token_ids[position]}")
+    return wrong
+
+
+@pytest.mark.parametrize("name", [*tiny.FAMILIES, *tiny.ROPES])
+def test_greedy_tokens_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    model = {**tiny.FAMILIES, **tiny.ROPES}[name]()
+    tiny.save(model, tmp_path)
+    described = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
+    plain = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    expected = generate(tmp_path, "cpu", described, dtype="float32")
+    assert wrong_tokens(expected, generate(tmp_path, "cuda", plain, dtype="float32")) == []  # drawn by the kernel
+    found = generate(tmp_path, "cuda", described, dtype="float32")  # drawn by the sampler of the CPU
+    assert wrong_tokens(expected, found) == []
+
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.8},
+    "hot": {"temperature": 2.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.7},
+    "top_k": {"temperature": 1.0, "top_k": 5},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "bias": {"temperature": 1.0, "logit_bias": {5: 3.0, 9: -100.0}},
+    "min_tokens": {"temperature": 1.0, "min_tokens": 10, "stop_token_ids": [7]},
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_seeded_tokens_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    """One uniform number decides a token on both, so that only rounding at a border can tell them apart."""
+    tiny.save(tiny.llama(), tmp_path)
+    params = SamplingParams(max_tokens=TOKENS, seed=11, **PARAMS[name])
+    expected = [result.token_ids for result in generate(tmp_path, "cpu", params, dtype="float32")]
+    found = [result.token_ids for result in generate(tmp_path, "cuda", params, dtype="float32")]
+    assert sum(a == b for a, b in zip(expected, found, strict=True)) >= len(LENGTHS) - 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral", "phi3"])
+def test_halves_run_through_every_path(name: str, dtype: str, tmp_path: Path) -> None:
+    tiny.save(tiny.FAMILIES[name](), tmp_path)
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=TOKENS, ignore_eos=True)
+    first = generate(tmp_path, "cuda", params, dtype=dtype)
+    again = generate(tmp_path, "cuda", params, dtype=dtype)
+    assert [result.token_ids for result in first] == [result.token_ids for result in again]
+    assert all(len(result.token_ids) == TOKENS for result in first)
+
+
+def test_a_structure_is_kept_to() -> None:
+    pytest.importorskip("llguidance")
+    with weft.LLM(device="cuda", max_num_seqs=8, max_model_len=512, kv_cache_memory_bytes=64 << 20) as llm:
+        params = SamplingParams(structured_outputs=StructuredOutputs(regex="[0-9]{12}"), max_tokens=40)
+        results = llm.generate(["Once upon a time", "The"], params, progress=False)
+    assert all(len(result.text) == 12 and result.text.isdecimal() for result in results)
+
+
+def test_steps_wait_for_nothing(tmp_path: Path) -> None:
+    """Torch tells where the host waits for the device. Only `result` does, by an event, which is not told."""
+    tiny.save(tiny.llama(), tmp_path)
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=TOKENS, ignore_eos=True)
+    prompts = [tiny.prompt(length, seed).tolist() for seed, length in enumerate(LENGTHS)]
+    with weft.LLM(tmp_path, device="cuda", max_num_seqs=4, kv_cache_memory_bytes=32 << 20) as llm:
+        llm.generate(prompts, params, progress=False)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            llm.generate(prompts, params, progress=False)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
