@@ -265,6 +265,28 @@ def test_what_cannot_be_kept_to_is_refused_with_the_reason(llm: LLM, wish: dict[
 
 
 @pytest.mark.parametrize(
+    "wish",
+    [
+        {"json": {"enum": [1] * 100_000}},
+        {"json": {"enum": [[1, 2], {"a": "x" * 100_000}]}},
+        {"json": {"x" * 100_001: True}},
+        {"json": json.dumps({"enum": [1] * 1_000_000})},
+        {"choice": ["x" * 60_000, "y" * 60_000]},
+    ],
+)
+def test_what_is_far_too_long_is_not_written_down_first(wish: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "_source", lambda structure: pytest.fail("it was"))
+    with pytest.raises(RequestError, match=f"{next(iter(wish))} has far more than 100000 characters"):
+        check_structure(StructuredOutputs(**wish))
+
+
+def test_a_schema_as_text_may_be_indented() -> None:
+    text = json.dumps({"enum": [f"word {number}" for number in range(400)]}, indent=200)
+    assert len(text) > structured.MAX_TEXT
+    check_structure(StructuredOutputs(json=text))
+
+
+@pytest.mark.parametrize(
     ("wish", "message"),
     [
         ({}, "has nothing in it: give exactly one of json, json_object, regex, choice, grammar"),

@@ -66,6 +66,7 @@ def test_broken_bodies(server: RunningServer, path: str, body: bytes) -> None:
         (TEXT, {"prompt": "a b " * 20_000}, None),
         ("/tokenize", {}, "prompt"),
         ("/detokenize", {"tokens": [-1]}, None),
+        ("/detokenize", {"tokens": [5, 10**6]}, "tokens"),
     ],
 )
 def test_bad_values(server: RunningServer, path: str, body: dict, param: str | None) -> None:
@@ -82,10 +83,30 @@ def test_unknown_things(server: RunningServer) -> None:
     assert fine.status_code == 200
 
 
-@pytest.mark.parametrize("value", ["0", "-5", "soon", "nan", "inf", ""])
+@pytest.mark.parametrize("value", ["0", "-5", "soon", "nan", "inf", "", "1_0", "1e999", "0x10"])
 def test_promises_that_make_no_sense(server: RunningServer, value: str) -> None:
     for name in ("x-slo-gap-ms", "x-slo-ttft-ms", "x-slo-tpot-ms"):
         assert check(server.post(TEXT, {"prompt": "x"}, headers={name: value}), 400)["param"] == name
+
+
+def test_of_two_names_for_a_promise_neither_may_be_nonsense(server: RunningServer) -> None:
+    headers = {"x-slo-gap-ms": "30", "x-slo-tpot-ms": "-1"}
+    assert check(server.post(TEXT, {"prompt": "x"}, headers=headers), 400)["param"] == "x-slo-tpot-ms"
+
+
+@pytest.mark.parametrize("prompt", [[1] * 20_000, "a b " * 20_000, "a b " * 1_000_000])
+def test_too_long_is_said_in_one_way(server: RunningServer, prompt: object) -> None:
+    """However it was found out: by tokens, or by characters before there are tokens."""
+    error = check(server.post(TEXT, {"prompt": prompt}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "maximum context length" in error["message"]
+
+
+def test_ids_outside_the_vocabulary_have_no_text(server: RunningServer) -> None:
+    size = server.get("/server_info")["engine"]["vocab_size"]
+    assert server.post("/detokenize", {"tokens": [size - 1]}).status_code == 200
+    message = check(server.post("/detokenize", {"tokens": [1, size]}), 400)["message"]
+    assert f"{size}, outside 0..{size - 1}" in message
 
 
 def test_large_bodies(server: RunningServer) -> None:
@@ -98,6 +119,33 @@ def test_large_bodies(server: RunningServer) -> None:
     with contextlib.suppress(httpx.WriteError):  # the server does not wait for the rest
         check(server.http.post(TEXT, content=pieces()), 413)
     assert server.http.get("/health").status_code == 200
+
+
+ONES = b"[" + b",".join([b"1"] * 2_000_000) + b"]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, b'{"messages": [], "documents": [{"x": %b}]}'),
+        (CHAT, b'{"messages": [], "chat_template_kwargs": {"x": %b}}'),
+        ("/tokenize", b'{"messages": [], "chat_template_kwargs": {"x": %b}}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": "x", "y": %b}]}'),
+        (CHAT, b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "%b"}}]}]}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"json": {"enum": %b}}}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"json": "%b"}}'),
+    ],
+)
+def test_millions_of_values_are_refused(server: RunningServer, path: str, body: bytes) -> None:
+    """Each of them would have to be looked at, by templates and others that keep the interpreter to themselves."""
+    check(server.http.post(path, content=body % ONES), 400)
+
+
+def test_fields_that_nobody_knows_may_hold_anything(server: RunningServer) -> None:
+    deep = b"[" * 400 + b'"' + b"a" * 5_000_000 + b'"' + b"]" * 400
+    for value in (deep, ONES):
+        body = b'{"prompt": "x", "max_tokens": 1, "no_such_field": %b}' % value
+        assert server.http.post(TEXT, content=body).status_code == 200
 
 
 def test_slow_clients_stop_nobody(server: RunningServer) -> None:

@@ -2,10 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import weft
+from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
 from weft.serve.choices import Choice
 from weft.serve.client import Update
@@ -60,3 +64,69 @@ def test_what_is_no_call_is_text(text: str) -> None:
     assert choice.text.split() == text.split()
     assert (choice.calls, choice.reason) == ([], "stop")
     assert sum(len(piece.calls) for piece in pieces) == 0
+
+
+class Told(NamedTuple):
+    tokens: list[str]  # whose log probabilities belong to the text
+    offsets: list[int]
+    text: str
+
+
+def told(ids: list[int], params: SamplingParams, *, thinks: bool = False, last: int | None = None) -> Told:
+    """What is told of each token of a reply that ends with `last`; pieces must agree with the whole."""
+    assert TOKENIZER is not None
+    thoughts = make_reasoning_parser("qwen3", "") if thinks else None
+    choice = Choice(0, TOKENIZER, [], params, reasoning=thoughts)
+    pieces = [choice.take(Update(0, token, logprobs=TokenLogprobs(token, -1.0, 1, {}))) for token in ids]
+    found = None if last is None else TokenLogprobs(last, -1.0, 1, {})
+    pieces.append(choice.take(Update(0, last, End(0, last, "stop", None, 0, None), found)))
+    assert [found for piece in pieces for found in piece.of_text] == choice.text_logprobs
+    assert [piece.offset for piece in pieces if piece.logprobs] == choice.offsets
+    assert "".join(piece.text for piece in pieces) == choice.text
+    names = [TOKENIZER.token_text(found.token) for found in choice.text_logprobs]
+    return Told(names, choice.offsets, choice.text)
+
+
+def test_tokens_of_the_text_and_where_they_are() -> None:
+    assert TOKENIZER is not None
+    params = SamplingParams(logprobs=0)
+    ids = TOKENIZER.encode("a😀b", add_special_tokens=False)
+    assert len(ids) == 6  # the model knows no such character
+    end = TOKENIZER.eos_token_id
+    found = told(ids, params, last=end)
+    assert len(found.tokens) == 6
+    assert found.offsets == [0, 1, 1, 1, 1, 2, 3]
+    cut_off = told(ids[:3], params, last=end)  # in the middle of a character
+    assert (cut_off.text, cut_off.offsets) == ("a\ufffd", [0, 1, 1, 2])
+    hidden = told([ids[0], end, ids[-1]], params, last=end)  # it is in the middle of a text, and not to be seen
+    assert (hidden.tokens, hidden.offsets) == (["a", "b"], [0, 1, 1, 2])
+
+
+def test_thoughts_are_not_the_text() -> None:
+    assert TOKENIZER is not None
+    ids = TOKENIZER.encode("<think>Where?</think>There it is.", add_special_tokens=False)
+    found = told(ids, SamplingParams(logprobs=0), thinks=True, last=TOKENIZER.eos_token_id)
+    assert found.text == "There it is."
+    assert "".join(found.tokens) == "There it is."
+
+
+def test_what_a_stop_string_held_back_is_told_with_the_text() -> None:
+    assert TOKENIZER is not None
+    ids = TOKENIZER.encode("one two three", add_special_tokens=False)
+    held = told(ids, SamplingParams(logprobs=0, stop=["one two three four"]), last=TOKENIZER.eos_token_id)
+    assert "".join(held.tokens) == held.text == "one two three"
+    assert held.offsets[-1] == len(held.text)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 300), max_size=30))
+def test_whole_tokens_are_where_they_are_said_to_be(ids: list[int]) -> None:
+    """Among any others, of which many are parts of characters, and do not always go together."""
+    assert TOKENIZER is not None
+    found = told(ids, SamplingParams(logprobs=0), last=TOKENIZER.eos_token_id)
+    assert found.offsets == sorted(found.offsets)
+    assert found.offsets[-1] == len(found.text)
+    for token, at in zip(ids, found.offsets, strict=False):
+        whole = TOKENIZER.whole_text(token)
+        if whole is not None and token not in TOKENIZER.special_token_ids:
+            assert found.text[at:].startswith(whole)

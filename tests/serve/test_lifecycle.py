@@ -132,7 +132,9 @@ def test_streams_that_take_too_long_to_finish_are_told(own: RunningServer) -> No
         return await streams
 
     for lines in asyncio.run(scenario()):
-        assert "shut down" in json.loads(lines[-2])["error"]["message"]
+        error = json.loads(lines[-2])["error"]
+        assert "the server is shutting down" in error["message"]
+        assert error["code"] == "shutdown"
     assert own.process.wait(10) == 0
 
 

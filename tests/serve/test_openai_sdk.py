@@ -162,6 +162,72 @@ def test_completion_logprobs_and_echo(client: OpenAI) -> None:
     assert streamed == found.tokens
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_of_characters_in_several_tokens(client: OpenAI, server: RunningServer, echo: bool) -> None:
+    """They index the text that is returned, in which a character counts once, however many tokens it takes."""
+    word = "größer 😀日本 "
+    bias = dict.fromkeys(map(str, server.post("/tokenize", {"prompt": "😀é日"}).json()["tokens"]), 30)
+    wish = {
+        "model": MODEL,
+        "prompt": word,
+        "logprobs": 0,
+        "max_tokens": 24,
+        "seed": 5,
+        "temperature": 1.5,
+        "echo": echo,
+    }
+    wish |= {"logit_bias": bias, "extra_body": {"ignore_eos": True}}
+    (whole,) = client.completions.create(**wish).choices
+    found = whole.logprobs
+    assert any("\ufffd" in token for token in found.tokens)  # else it shows nothing
+    for token, at, following in zip(found.tokens, found.text_offset, [*found.text_offset[1:], None], strict=True):
+        if "\ufffd" not in token:
+            assert whole.text[at:following] == token
+    assert found.text_offset == sorted(found.text_offset)
+    assert found.text_offset[-1] <= len(whole.text)
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**wish, stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    streamed = [at for chunk in chunks if chunk.logprobs for at in chunk.logprobs.text_offset]
+    assert streamed == found.text_offset
+
+
+def test_offsets_of_what_a_stop_string_cuts_off(client: OpenAI) -> None:
+    wish = {"model": MODEL, "prompt": "Once upon a time there was", "max_tokens": 40, "temperature": 0, "logprobs": 0}
+    full = client.completions.create(**wish).choices[0]
+    at = len(full.text) // 2
+    for stop in (full.text[at : at + 12], full.text[at : at + 12] + "...", full.text[at : at + 2]):
+        (whole,) = client.completions.create(**wish, stop=[stop]).choices
+        found = whole.logprobs
+        assert found.text_offset == [min(at, len(whole.text)) for at in full.logprobs.text_offset[: len(found.tokens)]]
+        chunks = [chunk.choices[0] for chunk in client.completions.create(**wish, stop=[stop], stream=True)]
+        assert [at for chunk in chunks if chunk.logprobs for at in chunk.logprobs.text_offset] == found.text_offset
+        tokens = [token for chunk in chunks if chunk.logprobs for token in chunk.logprobs.tokens]
+        assert tokens == found.tokens
+
+
+def test_a_prompt_that_is_only_read_costs_no_completion(client: OpenAI) -> None:
+    wish = {"model": MODEL, "prompt": "The old house", "echo": True, "max_tokens": 0}
+    whole = client.completions.create(**wish)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.completions.create(**wish, stream=True, stream_options=options))
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "The old house"
+    for usage in (whole.usage, *(chunk.usage for chunk in chunks)):
+        assert (usage.completion_tokens, usage.total_tokens) == (0, usage.prompt_tokens)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_usage_in_every_chunk(client: OpenAI, n: int) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    wish = {"model": MODEL, "max_tokens": 5, "n": n, "stream": True, "stream_options": options}
+    chats = list(client.chat.completions.create(**wish, messages=HELLO))
+    assert chats[0].usage.completion_tokens == 0
+    texts = list(client.completions.create(**wish, prompt="The", echo=True))
+    for chunks in (chats, texts):
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts)
+        assert all(chunk.usage.prompt_tokens == chunks[-1].usage.prompt_tokens for chunk in chunks)
+
+
 def test_best_of(client: OpenAI) -> None:
     wish = {"model": MODEL, "prompt": "The sea", "max_tokens": 8, "seed": 3, "temperature": 1.0, "logprobs": 0}
     every = client.completions.create(**wish, n=4).choices
@@ -259,6 +325,24 @@ def test_responses(client: OpenAI) -> None:
     assert last.type == f"response.{whole.status}"
     assert last.response.output_text == whole.output_text
     assert [item.type for item in last.response.output] == ["message"]
+
+
+def test_logprobs_of_responses_are_those_of_the_text(client: OpenAI, server: RunningServer) -> None:
+    """Streamed or not: also those of tokens that are a part of a character, and not that of the end."""
+    wish = {"model": MODEL, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "temperature": 0}
+    ended = False
+    for text in ("A latte with oat milk, please.", "Thanks!", "größer 😀日本"):
+        whole = client.responses.create(**wish, input=text, max_output_tokens=200)
+        ended |= whole.status == "completed"
+        (part,) = whole.output[0].content
+        spelled = b"".join(bytes(entry.bytes) for entry in part.logprobs)
+        assert spelled.decode(errors="replace") == part.text
+        events = list(client.responses.create(**wish, input=text, max_output_tokens=200, stream=True))
+        (last,) = events[-1].response.output[0].content
+        assert last.logprobs == part.logprobs
+        pieces = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+        assert [entry.logprob for entry in pieces] == [entry.logprob for entry in part.logprobs]
+    assert ended  # else it shows nothing
 
 
 @pytest.mark.parametrize("stream", [False, True])

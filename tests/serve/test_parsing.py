@@ -1,6 +1,8 @@
 """Large bodies are read in pieces, and come out as if they had been read at once."""
 
 import json
+import tracemalloc
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.serve import parsing
+from weft.serve.errors import ApiError
 from weft.serve.fields import ChatBody, CompletionBody
 
 scalars = (
@@ -20,13 +23,49 @@ scalars = (
 values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner))
 
 
+ids = st.lists(st.integers(-9, 10**6))
+
+
+class Fields(msgspec.Struct):
+    a: Any = None
+    b: Any = None
+
+
 @settings(deadline=None)
-@given(st.dictionaries(st.text(max_size=8), values | st.lists(st.integers(-9, 10**6))), st.integers(1, 40))
-def test_pieces_make_the_whole(body: dict, piece: int) -> None:
+@given(
+    st.fixed_dictionaries({}, optional={"a": values, "b": ids | st.lists(ids) | st.lists(values), "c": values}),
+    st.integers(1, 40),
+    st.sampled_from([None, 1]),
+)
+def test_pieces_make_the_whole(body: dict, piece: int, indent: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parsing, "LARGE", 0)
         patch.setattr(parsing, "PIECE", piece)
-        assert parsing.parse(json.dumps(body).encode(), dict) == body
+        found = parsing.parse(json.dumps(body, indent=indent).encode(), Fields)
+    assert (found.a, found.b) == (body.get("a"), body.get("b"))
+
+
+@settings(deadline=None)
+@given(st.lists(values, max_size=3))
+def test_values_are_counted_outside_of_texts(found: list) -> None:
+    def count(value: Any) -> int:  # brackets and commas
+        inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else None
+        return 0 if inner is None else max(1, len(inner)) + sum(map(count, inner))
+
+    texts = [json.dumps(value, ensure_ascii=False).encode() for value in found]
+    total = sum(map(count, found))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parsing, "MOST_VALUES", total)
+        assert not parsing.hold_too_many(texts)
+        patch.setattr(parsing, "MOST_VALUES", total - 1)
+        assert parsing.hold_too_many(texts) or not texts
+
+
+@pytest.mark.parametrize("text", [b'"', b'"\\', b'[1, "a\\" , [2', b'\\"'])
+def test_what_is_no_json_can_be_counted(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model may have written it, in the arguments of a call."""
+    monkeypatch.setattr(parsing, "MOST_VALUES", 0)
+    parsing.hold_too_many([text])
 
 
 @pytest.mark.parametrize(
@@ -38,6 +77,11 @@ def test_pieces_make_the_whole(body: dict, piece: int) -> None:
         b'{"prompt": [01]}',
         b'{"prompt": [-]}',
         b'{"prompt": [1]',
+        b'{"prompt": [[1], [2 3]]}',
+        b'{"prompt": [[1], [02]]}',
+        b'{"prompt": [[1],, [2]]}',
+        b'{"prompt": [[1] [2]]}',
+        b'{"prompt": [[1], [2,]]}',
         b'{"prompt": 7}',
     ],
 )
@@ -55,3 +99,42 @@ def test_large_bodies_of_both_kinds() -> None:
     assert parsing.parse(json.dumps({"messages": messages}).encode(), ChatBody).messages == messages
     with pytest.raises(msgspec.ValidationError, match="messages"):
         parsing.parse(json.dumps({"messages": [*messages, "no object"]}).encode(), ChatBody)
+
+
+TEXT = '"' + "a, [" * 500_000 + '"'
+DEEP = "[" * 400 + TEXT + "]" * 400
+
+
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "no_such_field"])
+def test_nesting_costs_nothing(name: str) -> None:
+    """Not a copy for every level."""
+    body = f'{{"messages": [], "{name}": {{"x": {DEEP}}}}}'.encode()
+    tracemalloc.start()
+    try:
+        found = parsing.parse(body, ChatBody)
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert (found.chat_template_kwargs is None) == (name == "no_such_field")
+
+
+def test_deeper_than_python_can_go() -> None:
+    for value in ("[" * 10_000 + TEXT + "]" * 10_000, '{"a":' * 10_000 + TEXT + "}" * 10_000):
+        with pytest.raises(RecursionError):
+            parsing.parse(f'{{"messages": [], "chat_template_kwargs": {value}}}'.encode(), ChatBody)
+
+
+def test_millions_of_values_are_token_ids_or_too_many() -> None:
+    ones = "[" + ",".join("1" * 500_000) + "]"
+    assert len(parsing.parse(f'{{"prompt": {ones}}}'.encode(), CompletionBody).prompt) == 500_000
+    assert len(parsing.parse(f'{{"prompt": [{ones}, {ones}]}}'.encode(), CompletionBody).prompt[1]) == 500_000
+    many = ",".join("1" * 500_000)
+    for prompt in (f"[[{ones}]]", f"[{many}, [1]]", f"[[1], {many}]", f'[{many}, "a"]', "[" + "[]," * 500_000 + "[]]"):
+        with pytest.raises(ApiError, match="values"):
+            parsing.parse(f'{{"prompt": {prompt}}}'.encode(), CompletionBody)
+
+
+def test_texts_may_hold_any_number_of_commas() -> None:
+    content = 'a,[{"\\' * 100_000
+    messages = [{"role": "user", "content": content}]
+    assert parsing.parse(json.dumps({"messages": messages}).encode(), ChatBody).messages == messages

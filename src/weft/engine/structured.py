@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_TEXT = 100_000  # characters of a schema, a regex or all choices
+WHITE_SPACE_FACTOR = 10  # a schema that is given as text may be so much longer, if it is indented
 MAX_GRAMMAR = 20_000  # characters of a grammar, whose first step may take time that grows with its square
 MAX_GBNF_RULES = 500  # the conversion to Lark, too, may take time that grows with their square
 REHEARSAL = 128  # tokens tried before a grammar is taken
@@ -55,6 +56,9 @@ def grammar_text(structure: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
     limit = MAX_GRAMMAR if structure.grammar is not None else MAX_TEXT
+    if _is_longer(structure, limit):
+        message = f"has far more than {limit} characters, and at most {limit} are allowed"
+        raise RequestError(f"structured_outputs.{structure.kind} {message}")
     source = _source(structure)
     if len(source) > limit:
         raise RequestError(
@@ -141,6 +145,23 @@ class Grammars:
 
     def _try(self, kind: str, text: str) -> None:
         _rehearse(kind, text, self.tokenizer)
+
+
+def _is_longer(structure: StructuredOutputs, limit: int) -> bool:
+    """Whether a form's text would be too long for sure. To write it down keeps the interpreter; this stops in time."""
+    if isinstance(structure.json, str):
+        return len(structure.json) > WHITE_SPACE_FACTOR * limit
+    waiting: list[object] = [structure.json if structure.json is not None else structure.choice]
+    size = 0
+    while waiting and size <= limit:
+        value = waiting.pop()
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, dict | list | tuple):
+            size += 2 * len(value)  # a value and a comma, at least
+            if size <= limit:
+                waiting += [*value, *value.values()] if isinstance(value, dict) else value
+    return size > limit
 
 
 def _source(structure: StructuredOutputs) -> str:

@@ -27,6 +27,7 @@ from weft.serve.openapi import description
 from weft.serve.parsing import parse
 from weft.serve.responses import ResponsesBody
 from weft.serve.settings import ServeOptions
+from weft.text.tokenizer import Tokenizer
 
 B = TypeVar("B")
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -142,7 +143,7 @@ class Server:
             body = await there.during(self._parse(data, kind))
             self._check_model(body.model)  # type: ignore[attr-defined]
             salt = "" if self.options.share_prefix_cache else tenant
-            caller = Caller(tenant, salt, wanted(headers), arrival, new_request_id())
+            caller = Caller(tenant, salt, wanted(headers), arrival, new_request_id(), len(data))
             call = await there.during(check(body, caller, facts))
             call.headers.append((b"x-request-id", scope["request_id"]))
             self.metrics.started()
@@ -244,7 +245,7 @@ class Server:
             await self._tokenize(scope, receive, send)
 
     async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._body(scope, receive, TokenizeBody)
+        body, size = await self._body(scope, receive, TokenizeBody)
         self._check_model(body.model)
         try:
             if (body.prompt is None) == (body.messages is None):
@@ -252,7 +253,7 @@ class Server:
             if body.prompt is not None:
                 ids = await self.desk.texts.encode(body.prompt, body.add_special_tokens is not False)
             else:
-                ids = await self.desk.chat_ids(body)
+                ids = await self.desk.chat_ids(body, size)
             tokenizer = self.desk.texts.needed()
         except RequestError as error:
             raise of_request(error) from None
@@ -269,12 +270,14 @@ class Server:
             await self._detokenize(scope, receive, send)
 
     async def _detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._body(scope, receive, DetokenizeBody)
+        body, size = await self._body(scope, receive, DetokenizeBody)
         self._check_model(body.model)
+        facts = self.client.facts
         try:
             tokenizer = self.desk.texts.needed()
-            ids = body.tokens
-            text = await self.desk.texts.aside(4 * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False))
+            # A model may have spare rows, which have no text and may still be sampled.
+            most = max(tokenizer.vocab_size, 0 if facts is None else facts.vocab_size)
+            text = await self.desk.texts.aside(size, lambda: _decoded(tokenizer, body.tokens, most))
         except RequestError as error:
             raise of_request(error) from None
         await answer(send, 200, {"prompt": text})
@@ -288,9 +291,11 @@ class Server:
         finally:
             self.limits.leave(tenant)
 
-    async def _body(self, scope: Scope, receive: Receive, kind: type[B]) -> B:
+    async def _body(self, scope: Scope, receive: Receive, kind: type[B]) -> tuple[B, int]:
+        """A body and the number of its bytes."""
         try:
-            return await self._parse(await read_body(scope, receive, int(self.options.max_body_mb * 1e6)), kind)
+            data = await read_body(scope, receive, int(self.options.max_body_mb * 1e6))
+            return await self._parse(data, kind), len(data)
         except ConnectionResetError:
             raise ApiError(400, "the client has disconnected") from None
 
@@ -348,6 +353,12 @@ class Server:
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         await answer(send, 200, description(bool(self.options.api_key)))
+
+
+def _decoded(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
+    if ids and (largest := max(ids)) >= vocab_size:
+        raise RequestError(f"tokens names token id {largest}, outside 0..{vocab_size - 1}")
+    return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class _Endpoint:

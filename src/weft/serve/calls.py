@@ -20,7 +20,7 @@ from weft.serve.formats import ChatFormat, CompletionFormat, Format
 from weft.serve.infer import Call
 from weft.serve.messages import Facts
 from weft.serve.responses import ResponsesBody, ResponsesFormat, as_chat
-from weft.serve.texts import SHORT, Texts
+from weft.serve.texts import Texts
 from weft.text.reasoning import REASONING_PARSERS, make_reasoning_parser, place_of
 from weft.text.tools import ToolParser, make_tool_parser
 
@@ -37,6 +37,7 @@ class Caller(NamedTuple):
     wanted: Wanted
     arrival: float
     request_id: str
+    size: int  # bytes of its body, which bound everything that is to be done about it
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Desk:
     async def response(self, body: ResponsesBody, caller: Caller, facts: Facts) -> Call:
         """A chat that is shown in another way."""
         format = ResponsesFormat(f"resp_{caller.request_id}", self.model, self.texts.tokenizer, body)
-        call = await self.chat(as_chat(body), caller, facts, format)
+        chat = await self.texts.aside(caller.size, lambda: as_chat(body))
+        call = await self.chat(chat, caller, facts, format)
         call.includes_usage = True  # its last event has it
         return call
 
@@ -119,7 +121,7 @@ class Desk:
         continues = bool(body.continue_final_message)
         ids, end = await self.texts.encode_chat(
             body.messages,
-            _length(body.messages) + _length(body.tools or []),
+            caller.size,
             {
                 **options,
                 "tools": tools.shown,
@@ -171,14 +173,14 @@ class Desk:
         thoughts = Thoughts(style.start, style.end, place.open)
         return replace(params, structured_outputs=replace(params.structured_outputs, behind=thoughts))
 
-    async def chat_ids(self, body: TokenizeBody) -> Ids:
-        """What a chat with these messages would send to the model."""
+    async def chat_ids(self, body: TokenizeBody, size: int) -> Ids:
+        """What a chat with these messages would send to the model; `size` as in Caller."""
         messages, options = body.messages or [], dict(body.chat_template_kwargs or {})
         continues = bool(body.continue_final_message)
         options.update(
             tools=body.tools, add_generation_prompt=body.add_generation_prompt is not False and not continues
         )
-        return (await self.texts.encode_chat(messages, _length(messages), options, continues=continues))[0]
+        return (await self.texts.encode_chat(messages, size, options, continues=continues))[0]
 
     async def _call(
         self,
@@ -416,15 +418,6 @@ def _too_long(prompt_tokens: int, max_tokens: int | None, facts: Facts) -> ApiEr
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _length(messages: list[Json]) -> int:
-    """About how many characters there are to deal with."""
-    total = 0
-    for message in messages:
-        content = message.get("content")
-        total += len(content) if isinstance(content, str) else SHORT  # what is rare goes aside in any case
-    return total
 
 
 def new_request_id() -> str:

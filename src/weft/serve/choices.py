@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
 from weft.serve.client import Update
+from weft.serve.spans import Ruler, Unshown
 from weft.text.output import TextStream
 from weft.text.reasoning import ReasoningParser
 from weft.text.tokenizer import Tokenizer
 from weft.text.tools import ToolCallDelta, ToolParser, make_tool_parser
 
 NO_CALLS: list[ToolCallDelta] = []
+NO_LOGPROBS: list[TokenLogprobs] = []
 
 
 class Piece(NamedTuple):
@@ -24,6 +26,8 @@ class Piece(NamedTuple):
     token: int | None
     logprobs: TokenLogprobs | None
     reason: str | None  # with the last piece
+    offset: int = 0  # where the token begins in the text, if it has log probabilities
+    of_text: Sequence[TokenLogprobs] = NO_LOGPROBS  # of the tokens of `text`, which may have come before
 
     @property
     def is_empty(self) -> bool:
@@ -52,7 +56,9 @@ class Choice:
         self._thoughts: list[str] = []
         self.calls: list[dict[str, Any]] = []
         self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs: list[TokenLogprobs] = []  # of all tokens
+        self.offsets: list[int] = []  # where these begin in the text, also in what a stop string then cut off
+        self.text_logprobs: list[TokenLogprobs] = []  # of the tokens of the text alone
         # By position; a preemption may bring one twice.
         self.prompt_logprobs: dict[int, TokenLogprobs] = {} if prompt_logprobs is None else prompt_logprobs
         self.reason: str | None = None
@@ -61,16 +67,22 @@ class Choice:
         self._reasoning, self._tools = reasoning, tools
         self._plain = reasoning is None and tools is None
         self._single = single
-        self._words = None
+        self._words: TextStream | None = None
+        self._ruler: Ruler | None = None
         if tokenizer is not None:
+            skip = params.skip_special_tokens and not (tools and tools.needs_special_tokens)
+            self._hidden = tokenizer.special_token_ids if skip else frozenset()
+            self._shows_stop = params.include_stop_str_in_output
             self._words = TextStream(
                 tokenizer,
                 prompt,
                 stop=params.stop_strings,
                 include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens and not (tools and tools.needs_special_tokens),
+                skip_special_tokens=skip,
                 min_tokens=params.min_tokens,
             )
+            if params.logprobs is not None:
+                self._ruler, self._unshown = Ruler(tokenizer, skip, prompt), Unshown(self._plain)
 
     @property
     def text(self) -> str:
@@ -89,21 +101,48 @@ class Choice:
             self.tokens.append(token)
             if update.logprobs is not None:
                 self.logprobs.append(update.logprobs)
+                self.offsets.append(self._measure(token, update.logprobs, reason))
             if self._words is not None:
                 text = self._words.push(token, reason)
                 if self._words.stopped is not None:
                     reason, self.stop_reason = "stop", self._words.stopped
             if reason == "stop" and self.stop_reason is None and token in self._stop_ids:
                 self.stop_reason = token
-        if self._plain:
-            self._texts.append(text)
-            self.reason = reason
-            return Piece(text, "", NO_CALLS, token, update.logprobs, reason)
-        return self._sort(text, token, update.logprobs, reason)
+        piece = Piece(text, "", NO_CALLS, token, update.logprobs, reason)
+        if not self._plain:
+            piece = self._sort(piece)
+        self._texts.append(piece.text)
+        self.reason = piece.reason
+        return piece if self._ruler is None else self._described(piece)
 
-    def _sort(self, text: str, token: int | None, logprobs: TokenLogprobs | None, reason: str | None) -> Piece:
+    def _measure(self, token: int, found: TokenLogprobs, reason: str | None) -> int:
+        """Where a token begins in the text; it is noted until it is shown."""
+        if self._ruler is None:
+            return 0
+        if reason == "stop" and not self._shows_stop:  # the token that ends a text is not part of it
+            self._unshown.add_text(self._ruler.end())
+            return self._ruler.length
+        start, text = self._ruler.push(token)
+        if token not in self._hidden:
+            self._unshown.add(start, text, found)
+        if reason is not None:
+            self._unshown.add_text(self._ruler.end())
+        return start
+
+    def _described(self, piece: Piece) -> Piece:
+        """With what is to be told of its tokens."""
+        if piece.reasoning:
+            self._unshown.take(piece.reasoning)
+        of_text = self._unshown.take(piece.text) if piece.text else []
+        if piece.calls:
+            self._unshown.clear()
+        self.text_logprobs += of_text
+        offset = self.offsets[-1] if piece.logprobs is not None else 0
+        return piece._replace(offset=offset, of_text=of_text)
+
+    def _sort(self, piece: Piece) -> Piece:
         """Thoughts and tool calls apart from what is meant to be read."""
-        thought = ""
+        text, thought, reason = piece.text, "", piece.reason
         if self._reasoning is not None:
             thought, text = self._reasoning.push(text)
             if reason is not None:
@@ -121,10 +160,8 @@ class Choice:
             self._note(call)
         if reason == "stop" and self.calls and not isinstance(self._tools, ForcedCall):
             reason = "tool_calls"
-        self._texts.append(text)
         self._thoughts.append(thought)
-        self.reason = reason
-        return Piece(text, thought, calls, token, logprobs, reason)
+        return Piece(text, thought, calls, piece.token, piece.logprobs, reason)
 
     def _note(self, call: ToolCallDelta) -> None:
         if call.index == len(self.calls):

@@ -4,6 +4,7 @@ A field that is not named here is accepted and ignored; null means that it was l
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
@@ -130,20 +131,18 @@ class Wanted(NamedTuple):
 
 def wanted(headers: Mapping[bytes, bytes]) -> Wanted:
     """x-slo-ttft-ms, and x-slo-gap-ms or x-slo-tpot-ms."""
-    gap = _milliseconds(headers, b"x-slo-gap-ms")
-    return Wanted(
-        _milliseconds(headers, b"x-slo-ttft-ms"), _milliseconds(headers, b"x-slo-tpot-ms") if gap is None else gap
-    )
+    gap, other = _milliseconds(headers, b"x-slo-gap-ms"), _milliseconds(headers, b"x-slo-tpot-ms")
+    return Wanted(_milliseconds(headers, b"x-slo-ttft-ms"), other if gap is None else gap)
+
+
+_NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def _milliseconds(headers: Mapping[bytes, bytes], name: bytes) -> float | None:
     text = headers.get(name)
     if text is None:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = float(text) if _NUMBER.fullmatch(text.strip()) else math.nan  # float itself takes more: 1_0, infinity
     if not 0 < value < math.inf:
         shown = text[:40].decode("latin-1")
         raise ApiError(400, f"{name.decode()}: {shown!r} is not a number of milliseconds above 0", param=name.decode())

@@ -5,13 +5,14 @@ rare (log probabilities, tool calls, the last chunk) goes through a JSON encoder
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from weft.engine.executor import TokenLogprobs
 from weft.serve.choices import Choice, Piece
+from weft.serve.spans import Ruler
 from weft.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -29,8 +30,8 @@ class Format(Protocol):
     done: bytes  # what ends a stream
     token_ids: bool  # whether every token is shown, also those that add no text
 
-    def opening(self, choice: Choice) -> bytes:
-        """What comes before a choice's first piece."""
+    def opening(self, choice: Choice, extras: Json) -> bytes:
+        """What comes before a choice's first piece; `extras` as for a piece."""
         ...
 
     def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
@@ -113,12 +114,12 @@ class ChatFormat(_Base):
         self.reasoning = reasoning  # whether thoughts are shown
         self._is_plain = not (logprobs or token_ids)
 
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice, extras: Json) -> bytes:
         shown = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return self._slow(shown, self._about_prompt(choice))
+        return self._slow(shown, {**self._about_prompt(choice), **extras})
 
     def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
-        text, reasoning, calls, _, _, reason = piece
+        text, reasoning, calls, reason = piece.text, piece.reasoning, piece.calls, piece.reason
         if self._is_plain and not (extras or reason or reasoning or calls):
             return b"%s%d%s%s%s" % (self._head, choice.index, _CHAT_TEXT, to_json(text), _CHAT_END)
         delta: Json = {}
@@ -227,35 +228,53 @@ class CompletionFormat(_Base):
         self.keeps = keeps or per_prompt
         self.generates = generates  # False: only the prompt was asked for, and what was sampled is not shown
         self._is_plain = logprobs is None and not token_ids
-        self._offsets: dict[int, int] = {}  # characters of a choice that were streamed
+        self._streamed: dict[int, int] = {}  # characters, by choice
+        self._waiting: dict[int, list[tuple[int, TokenLogprobs]]] = {}  # until the text at these offsets is streamed
 
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice, extras: Json) -> bytes:
         if not (self.echo or self.token_ids or self.prompt_logprobs):
             return b""
         ids, text = self.prompts[choice.index // self.per_prompt]
         shown: Json = {"index": choice.index, "text": text if self.echo else "", "finish_reason": None}
-        shown["logprobs"] = self._lists(self._of_prompt(choice, ids), 0) if self._describes_prompt else None
-        self._offsets[choice.index] = len(shown["text"])
+        shown["logprobs"] = None
+        if self._describes_prompt:
+            shown["logprobs"] = self._lists(self._of_prompt(choice, ids), self._prompt_offsets(ids))
         if self.token_ids:
             shown.update(prompt_token_ids=list(ids), token_ids=[])
         if self.prompt_logprobs:
             shown["prompt_logprobs"] = self._all_prompt_logprobs(choice, len(ids))
-        return self._slow(shown, {})
+        return self._slow(shown, self._billed(extras))
 
     def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
         if self._is_plain and not (extras or piece.reason):
             return b"%s%d%s%s%s" % (self._head, choice.index, _TEXT, to_json(piece.text), _TEXT_END)
         text = piece.text if self.generates else ""
         shown: Json = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": piece.reason}
-        offset = self._offsets.get(choice.index, 0)
-        if self.logprobs is not None and piece.logprobs is not None and self.generates:
-            shown["logprobs"] = self._lists([piece.logprobs], offset)
-        self._offsets[choice.index] = offset + len(text)
+        if self.logprobs is not None and self.generates:
+            shown["logprobs"] = self._due(choice, piece)
+            if not (text or shown["logprobs"] or piece.reason or self.token_ids):
+                return b""
         if piece.reason is not None:
             shown["stop_reason"] = choice.stop_reason
         if self.token_ids:
             shown["token_ids"] = [] if piece.token is None or not self.generates else [piece.token]
-        return self._slow(shown, extras)
+        return self._slow(shown, self._billed(extras))
+
+    def _due(self, choice: Choice, piece: Piece) -> Json | None:
+        """What is told with a piece: of a token whose text is kept back, nobody knows yet whether it will be there."""
+        waiting = self._waiting.setdefault(choice.index, [])
+        if piece.logprobs is not None:
+            waiting.append((piece.offset, piece.logprobs))
+        length = self._streamed[choice.index] = self._streamed.get(choice.index, 0) + len(piece.text)
+        everything = piece.reason is not None or self.tokenizer is None
+        due = [one for one in waiting if everything or one[0] < length]
+        if not due:
+            return None
+        del waiting[: len(due)]  # offsets only grow
+        return self._lists([found for _, found in due], self._shifted(choice, (at for at, _ in due), length))
+
+    def closing(self, extras: Json) -> bytes:
+        return super().closing(self._billed(extras))
 
     def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
         shown: list[Json] = []
@@ -264,10 +283,14 @@ class CompletionFormat(_Base):
             if self.keeps < self.per_prompt:
                 group = sorted(group, key=_likelihood, reverse=True)[: self.keeps]
             shown += [self._choice(choice, len(shown) + place) for place, choice in enumerate(group)]
-        if not self.generates and "usage" in extras:
-            prompt = extras["usage"]["prompt_tokens"]
-            extras = {**extras, "usage": {**extras["usage"], "completion_tokens": 0, "total_tokens": prompt}}
-        return {**self._envelope("text_completion"), "choices": shown, **extras}
+        return {**self._envelope("text_completion"), "choices": shown, **self._billed(extras)}
+
+    def _billed(self, extras: Json) -> Json:
+        """Nobody pays for a token that is not shown, and was sampled only as the engine samples one in any case."""
+        if self.generates or "usage" not in extras:
+            return extras
+        usage = extras["usage"]
+        return {**extras, "usage": {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}}
 
     @property
     def _describes_prompt(self) -> bool:
@@ -278,8 +301,12 @@ class CompletionFormat(_Base):
         text = choice.text if self.generates else ""
         lists = None
         if self.logprobs is not None:
-            found: list[TokenLogprobs | int] = [*self._of_prompt(choice, ids)] if self.echo else []
-            lists = self._lists([*found, *(choice.logprobs if self.generates else [])], 0)
+            found: list[TokenLogprobs | int] = self._of_prompt(choice, ids) if self.echo else []
+            offsets = self._prompt_offsets(ids) if self.echo else []
+            if self.generates:
+                found += choice.logprobs
+                offsets += self._shifted(choice, choice.offsets, len(text))
+            lists = self._lists(found, offsets)
         shown: Json = {
             "index": index,
             "text": prompt + text if self.echo else text,
@@ -297,17 +324,26 @@ class CompletionFormat(_Base):
         """What is known of each token of the prompt; of the first, only its id."""
         return [choice.prompt_logprobs.get(position, token) for position, token in enumerate(ids)]
 
-    def _lists(self, found: Sequence[TokenLogprobs | int], offset: int) -> Json:
+    def _prompt_offsets(self, ids: Sequence[int]) -> list[int]:
+        """Where the tokens of a prompt begin in its text."""
+        if self.tokenizer is None:
+            return [0] * len(ids)
+        ruler = Ruler(self.tokenizer)
+        return [ruler.push(token)[0] for token in ids]
+
+    def _shifted(self, choice: Choice, offsets: Iterable[int], length: int) -> list[int]:
+        """Offsets in the text that is returned, of which `length` characters are the completion's."""
+        start = len(self.prompts[choice.index // self.per_prompt][1]) if self.echo else 0
+        return [start + min(offset, length) for offset in offsets]
+
+    def _lists(self, found: Sequence[TokenLogprobs | int], offsets: list[int]) -> Json:
         tokens: list[str] = []
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
         for one in found:
             token = one if isinstance(one, int) else one.token
             name = self._name(token)
             tokens.append(name)
-            offsets.append(offset)
-            offset += len(name)
             logprobs.append(None if isinstance(one, int) else _finite(one.logprob))
             if isinstance(one, int):
                 tops.append(None)

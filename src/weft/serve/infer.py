@@ -39,7 +39,7 @@ class Call:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
-FAILURES = ("engine_died", "step_failed")  # others are refusals: nothing was begun
+FAILURES = ("engine_died", "step_failed", "shutdown")  # others are refusals: nothing was begun
 
 
 class Gone(Exception):
@@ -179,7 +179,7 @@ class Exchange:
                         headers = [*STREAM_HEADERS, *self.call.headers]
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
                         started = True
-                    data = b"" if update.place in self._opened else self._open(choice)
+                    data = b"" if update.place in self._opened else self._open(choice, counts)
                     if update.token is not None:
                         times.token(update.place, update.at)
                     piece = self._take(update)
@@ -221,9 +221,9 @@ class Exchange:
             "predicted_ttft_ms": _ms(max(predicted, default=None)),
         }
 
-    def _open(self, choice: Choice) -> bytes:
+    def _open(self, choice: Choice, counts: bool) -> bytes:
         self._opened.add(choice.index)
-        return self.call.format.opening(choice)
+        return self.call.format.opening(choice, {"usage": self._usage()} if counts else {})
 
     def _take(self, update: Update) -> Any:
         """Hands an update to its choice; a choice that has ended before its stream ends that as well."""
@@ -252,6 +252,8 @@ class Exchange:
             raise of_request(RequestError(update.rejected.message))
         if update.lost == GONE:
             raise Gone
+        if update.lost == SHUT_DOWN:
+            raise ApiError(503, f"{SHUT_DOWN}; send the request again later", code="shutdown", retry_after=5)
         if update.lost is not None:
             raise ApiError(503, f"{update.lost}; send the request again", code="engine_died", retry_after=5)
         if update.end is not None and update.end.reason == "refused":
@@ -309,6 +311,7 @@ class Exchange:
 
 
 GONE = "the client has disconnected"
+SHUT_DOWN = "the server is shutting down, and did not wait for the request to finish"
 
 
 def _refusal(call: Call, predicted: float | None) -> ApiError:

@@ -158,7 +158,7 @@ class ResponsesFormat:
         self._text = ""
         self._logprobs: list[Json] = []
 
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice, extras: Json) -> bytes:
         response = self._response("in_progress", [], {})
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
@@ -173,7 +173,7 @@ class ResponsesFormat:
         if piece.text:
             data += self._begin("message")
             self._text += piece.text
-            found = [] if piece.logprobs is None else [spelled_logprob(self.tokenizer, piece.logprobs)]
+            found = [spelled_logprob(self.tokenizer, one) for one in piece.of_text]
             self._logprobs += found
             data += self._delta("response.output_text.delta", content_index=0, delta=piece.text, logprobs=found)
         for call in piece.calls:
@@ -194,11 +194,10 @@ class ResponsesFormat:
     def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
         """The same items, made at once."""
         choice = choices[0]
-        logprobs = [spelled_logprob(self.tokenizer, found) for found in choice.logprobs]
         if choice.reasoning:
             self._items.append(self._item("reasoning", choice.reasoning))
         if choice.text or not choice.calls:
-            self._logprobs = logprobs if self.body.shows_logprobs else []
+            self._logprobs = [spelled_logprob(self.tokenizer, found) for found in choice.text_logprobs]
             self._items.append(self._item("message", choice.text))
         for call in choice.calls:
             function = call["function"]

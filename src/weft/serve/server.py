@@ -22,6 +22,7 @@ from weft.serve.calls import Desk
 from weft.serve.client import EngineClient, Listener, clock
 from weft.serve.connection import Connection
 from weft.serve.gate import Limits
+from weft.serve.infer import SHUT_DOWN
 from weft.serve.messages import Facts
 from weft.serve.settings import ServeOptions
 from weft.serve.texts import Texts
@@ -173,7 +174,7 @@ class _Process(uvicorn.Server):
     def _signalled(self, number: int) -> None:
         if self._ending is not None:  # for the second time
             _say("ending at once")
-            self.server.client.lose_everybody("the server was shut down")
+            self.server.client.lose_everybody(SHUT_DOWN)
             # Threads that are in the middle of something are not waited for; the engine process ends with this one.
             asyncio.get_running_loop().call_later(LAST_WORDS, os._exit, 128 + number)
             return
@@ -188,7 +189,7 @@ class _Process(uvicorn.Server):
         with suppress(TimeoutError):
             await asyncio.wait_for(server.quiet.wait(), timeout)
         if server.active:
-            server.client.lose_everybody("the server was shut down")
+            server.client.lose_everybody(SHUT_DOWN)
             await asyncio.sleep(LAST_WORDS)
         self.should_exit = True
 

@@ -1,5 +1,6 @@
 """ServeOptions: what the owner of a server may choose beside the engine's options."""
 
+import json
 import math
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ class ServeOptions:
     otlp_traces_endpoint: str | None = None  # where spans are sent; None: nowhere
 
     def __post_init__(self) -> None:
+        origins = tuple(origin for given in self.allowed_origins for origin in _origins(given))
+        object.__setattr__(self, "allowed_origins", origins)
         if not 0 <= self.port <= 65535:
             raise OptionError(f"port={self.port} must be 0 to 65535; 0 takes any that is free")
         if not 0 < self.max_body_mb <= 1024:
@@ -38,3 +41,16 @@ class ServeOptions:
             raise OptionError("an api_key must be non-empty ASCII text")
         if any(not name.strip() for name in self.served_model_name):
             raise OptionError("a served_model_name must not be empty")
+
+
+def _origins(given: str) -> list[str]:
+    """One origin, or a list of them in JSON, as vLLM has it."""
+    found = [given]
+    if given.lstrip().startswith("["):
+        try:
+            found = list(json.loads(given))
+        except ValueError:
+            found = [""]
+    if not all(isinstance(origin, str) and origin.strip() for origin in found):
+        raise OptionError(f"allowed_origins={given!r:.100} is neither an origin nor a JSON list of origins")
+    return found

@@ -2,12 +2,14 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.errors import OptionError, RequestError
+from weft.serve.errors import ApiError
+from weft.serve.parsing import LARGE, MOST_VALUES, hold_too_many
 from weft.text.chat import ChatTemplate
 from weft.text.tokenizer import Tokenizer, read_special_tokens
 
@@ -59,13 +61,15 @@ class Texts:
         continues: bool = False,
         most: int | None = None,
     ) -> tuple[list[int], str]:
-        """Token ids of a conversation and the end of its text; `size` says about how long it is.
+        """Token ids of a conversation and the end of its text; `size` says how many bytes all of this had as a body.
 
         With `continues`, the last message is left open, for the model to write on.
         """
         tokenizer = self.needed()
 
         def work() -> tuple[list[int], str]:
+            if size > LARGE:
+                _check_arguments(messages)
             text = self.template.render(_marked(messages) if continues else messages, **options)
             text = text.partition(MARK)[0]
             _check_size(text, most, tokenizer)
@@ -89,10 +93,27 @@ class Texts:
 
 def _check_size(text: str, most: int | None, tokenizer: Tokenizer) -> None:
     if most is not None and len(text) > most * tokenizer.longest_token:
-        raise RequestError(
+        raise ApiError(
+            400,
             f"This model's maximum context length is {most} tokens. However, the prompt has {len(text)} characters, "
-            "which is more in any case: shorten the prompt"
+            "which is more in any case: shorten the prompt",
+            code="context_length_exceeded",
         )
+
+
+def _check_arguments(messages: list[dict[str, Any]]) -> None:
+    """JSON within JSON: the template's side decodes it in one call, and nobody counted it when the body was read."""
+    if hold_too_many(_arguments(messages)):
+        raise RequestError(f"messages: the arguments of tool calls have more than {MOST_VALUES} values in them")
+
+
+def _arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+                yield text.encode(errors="replace")
 
 
 def _template(path: Path, given: str) -> ChatTemplate:
