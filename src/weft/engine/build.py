@@ -106,24 +106,22 @@ def _on_gpu(options: EngineOptions, model: "CausalLM", longest: int, device: "to
     """
     import torch
 
-    from weft.engine.cuda_executor import CudaExecutor, Limits, graph_sizes
+    from weft.engine.cuda_executor import CudaExecutor, Limits
 
     slots = Slots.size_for(options.max_num_seqs)
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, longest, slots)
     executor = CudaExecutor(model, _pool(options, model, 1, device), limits, device=device)
     executor.rehearse()
-    executor.capture([options.max_num_seqs])
+    executor.capture(largest=True)
     memory = options.kv_cache_memory_bytes
     if memory is None:
-        torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)
         memory = max(0, int(total * options.gpu_memory_utilization) - (total - free))
-    num_blocks = _num_blocks(options, model, memory) - 1  # the last belongs to nobody
+    num_blocks = _num_blocks(options, model, memory) - 1  # the last is nobody's: what pads a graph may be written there
     _fit_context(options, longest, num_blocks)
     executor.use(_pool(options, model, num_blocks + 1, device))
-    sizes = graph_sizes(options.max_num_seqs)
-    with work_progress("capturing graphs", len(sizes), sys.stderr.isatty()) as advance:
-        executor.capture(sizes, advance)
+    with work_progress("capturing graphs", executor.num_graphs, sys.stderr.isatty()) as advance:
+        executor.capture(progress=advance)
     return executor, num_blocks
 
 

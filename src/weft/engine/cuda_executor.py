@@ -1,14 +1,15 @@
 """CudaExecutor: runs plans on a GPU. Nothing here waits for the device but `result`.
 
-A step is: its numbers packed into one pinned buffer and copied at once; decodes alone replay a captured graph, anything
-else runs layer by layer; one token a row is drawn and stays on the device, where the next step finds it; a copy of the
-tokens travels back while the next step is planned.
+A step is: its numbers copied from pinned buffers; a captured graph replayed, or, for large steps, all layers launched
+one by one; one token a row drawn, which stays on the device, where the next step finds it. A copy of the tokens travels
+back while the next step is planned.
 """
 
+import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from weft.core import StepPlan
 from weft.engine.executor import StepInputs, StepResult, TokenLogprobs
+from weft.engine.graphs import Pieces, Whole, decode_sizes, mixed_sizes
 from weft.engine.sampling import Sampler, hashed_uniform
-from weft.engine.staging import DEPTH, Rows, Staging, TokenViews, pinned
-from weft.kernels import decode, flashinfer
-from weft.kernels.cuda import CudaAttention, PlainPrefills, Prefills
+from weft.engine.staging import DEPTH, NOBODY, Board, Courier, Rows, Tokens, bits, pinned
+from weft.kernels import flashinfer
+from weft.kernels.attention import Attend, Heads
+from weft.kernels.cuda import CudaAttention, PlainPrefills, Prefills, decode_workspace
 from weft.kernels.draw import draw
 from weft.kv import KVPool
 from weft.models import CausalLM
@@ -54,29 +57,37 @@ class CudaExecutor:
         config = model.config
         self.sampler = Sampler(limits.slots, config.vocab_size, device)
         self._columns = -(-limits.max_model_len // kv.block_size)
-        # One row more than there are slots: a graph's rows that nobody uses read and write the pool's last block.
-        self._tables = torch.zeros((limits.slots + 1, self._columns), dtype=torch.int32, device=device)
+        self._tables = torch.zeros((limits.slots, self._columns), dtype=torch.int32, device=device)
         self._blocks = np.zeros((limits.slots, self._columns), np.int32)  # the same, for the host
-        self._last_token = torch.zeros(limits.slots + 1, dtype=torch.int32, device=device)
-        self._staging = Staging(limits.max_num_seqs, limits.slots, device)
-        self._workspace = decode.workspace(limits.max_num_seqs, config.num_heads, config.head_dim, device)
+        self._last_token = torch.zeros(limits.slots, dtype=torch.int32, device=device)
+        self._mixed_sizes = mixed_sizes(limits.max_num_batched_tokens)
+        most = max(self._mixed_sizes, default=0)
+        self._row_board = Board(Rows.nobody(), limits.max_num_seqs, device)
+        self._token_board = Board(Tokens.nobody(), most, device)
+        self._rows, self._tokens = Rows.of(self._row_board.numbers), Tokens(*self._token_board.numbers)
+        self._courier = Courier(device)
+        width = config.num_heads * config.head_dim
+        self._queries = torch.empty((most, width), dtype=model.dtype, device=device)
+        self._attended = torch.empty_like(self._queries)
+        self._workspace = decode_workspace(limits.max_num_seqs, config.num_heads, config.head_dim, device)
         usable = flashinfer.is_usable(config.head_dim, model.dtype)
         self._flashinfer = flashinfer.FlashInfer(device) if usable else None
-        self._graphs: dict[int, Graph] = {}
-        self._tokens = cycle([pinned(limits.max_num_seqs) for _ in range(DEPTH)])
+        self._decodes: dict[int, Whole] = {}
+        self._mixed: dict[int, Pieces] = {}
+        self._returns = cycle([pinned(limits.max_num_seqs) for _ in range(DEPTH)])
         self._pending: CudaPending | None = None
         self.use(kv)
 
     def use(self, kv: KVPool) -> None:
-        """Takes another pool. Its last block belongs to nobody."""
+        """Takes another pool."""
         self.kv = kv
-        self._graphs.clear()
-        self._tables.zero_()
-        self._tables[-1] = kv.num_blocks - 1
+        self._decodes.clear()
+        self._mixed.clear()
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        self._graphs.clear()
+        self._decodes.clear()
+        self._mixed.clear()
         self.sampler.close()
 
     @torch.inference_mode()
@@ -88,25 +99,26 @@ class CudaExecutor:
         started = _event()
         started.record()
         rows = np.flatnonzero(plan.samples)
-        alone = plan.num_decodes == len(plan.requests)
-        size = self._graph_size(plan.num_decodes) if alone else None
-        tokens = self._stage(plan, inputs, rows, size)
-        numbers = self._staging.rows.first(len(rows))
         pending = CudaPending(self, rows, plan.slots[rows], started)
-        if size is not None:
-            self._draw(pending, plan, self._graphs[size].replay()[: len(rows)], numbers)
+        self._send_blocks(plan)
+        if plan.num_decodes == len(plan.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
+            self._send_rows(plan, rows, size)
+            self._draw(pending, plan, self._decodes[size].replay()[: len(rows)])
         else:
-            hidden = self._forward(plan, tokens)
+            self._send_rows(plan, rows, len(rows))
+            hidden = self._forward(plan, inputs)
             if len(rows):
-                self._draw(pending, plan, self.model.scores(hidden.index_select(0, numbers.ends)), numbers)
+                ends = self._rows.ends[: len(rows)]
+                self._draw(pending, plan, self.model.scores(hidden.index_select(0, ends)))
             self._describe_prompts(pending, plan, hidden)
         pending.ended.record()
         self._pending = pending
         return pending
 
-    def _draw(self, pending: "CudaPending", plan: StepPlan, scores: Tensor, numbers: Rows) -> None:
+    def _draw(self, pending: "CudaPending", plan: StepPlan, scores: Tensor) -> None:
         """One token a row, which stays on the device, and a copy of it on its way to the host."""
         rows, slots = pending.rows, pending.slots
+        numbers = Rows(*(field[: len(rows)] for field in self._rows))
         if self.sampler.is_plain(slots):
             tokens = draw(scores, numbers.temperature, numbers.uniform, self._last_token, numbers.slots)
         else:
@@ -115,7 +127,7 @@ class CudaExecutor:
             tokens = chosen.int()
             self._last_token.index_copy_(0, numbers.slots.long(), tokens)
             pending.logprobs = self.sampler.describe(logits, chosen, slots)
-        pending.carry(tokens, next(self._tokens))
+        pending.carry(tokens, next(self._returns))
 
     def _describe_prompts(self, pending: "CudaPending", plan: StepPlan, hidden: Tensor) -> None:
         ends = np.cumsum(plan.count).tolist()
@@ -125,119 +137,128 @@ class CudaExecutor:
                 part = hidden[ends[row] - count : ends[row]]
                 pending.prompt_logprobs[row] = self.sampler.describe_prompt(self.model.logits, part, slot, first)
 
-    def _stage(self, plan: StepPlan, inputs: StepInputs, rows: NDArray[np.int64], padded: int | None) -> TokenViews:
-        """Sends a step's numbers to the device; those of its tokens only where it is not `padded` for a graph."""
-        slots, new = plan.slots[rows], plan.new_blocks
-        uniform = hashed_uniform(self.sampler.seed[slots], plan.first[rows] + plan.count[rows])
-        numbers = [
-            slots,
-            plan.first[rows],
-            np.cumsum(plan.count)[rows] - 1,
-            self.sampler.temperature[slots],
-            np.minimum(uniform, BELOW_ONE),
-        ]
-        self._blocks[new.slots, new.columns] = new.blocks
-        tokens = self._tokens_of(plan, inputs) if padded is None else [NOTHING] * 4
-        others = [new.slots * self._columns + new.columns, new.blocks, *tokens]
-        places, blocks, *views = self._staging.send(numbers, padded or len(rows), others)
-        if len(places):
+    def _send_blocks(self, plan: StepPlan) -> None:
+        new = plan.new_blocks
+        if len(new.slots):
+            self._blocks[new.slots, new.columns] = new.blocks
+            places, blocks = self._courier.send(new.slots * self._columns + new.columns, new.blocks)
             self._tables.view(-1).index_copy_(0, places.long(), blocks)
-        return TokenViews(*views)
 
-    def _tokens_of(self, plan: StepPlan, inputs: StepInputs) -> list[NDArray[Any]]:
-        """Each token's slot, position and id (a decode's is on the device), and the block tables of the prompts."""
-        count, decodes = plan.count, plan.num_decodes
-        offsets = np.cumsum(count) - count
-        positions = np.arange(plan.num_tokens) + np.repeat(plan.first - offsets, count)
-        pages = (-(-(plan.first + count) // self.kv.block_size)).tolist()
-        tables = [self._blocks[slot, : pages[row]] for row, slot in enumerate(plan.slots.tolist()) if row >= decodes]
-        return [
-            np.repeat(plan.slots, count),
-            positions,
-            np.concatenate([np.zeros(decodes, np.int32), inputs.prefill_tokens]),
-            np.concatenate([NOTHING, *tables]),
-        ]
+    def _send_rows(self, plan: StepPlan, rows: NDArray[np.int64], padded: int) -> None:
+        slots = plan.slots[rows]
+        uniform = hashed_uniform(self.sampler.seed[slots], plan.first[rows] + plan.count[rows])
+        numbers = [slots, plan.first[rows], np.cumsum(plan.count)[rows] - 1]
+        drawing = [bits(self.sampler.temperature[slots]), bits(np.minimum(uniform, BELOW_ONE))]
+        self._row_board.send([*numbers, *drawing], padded)
 
-    def _forward(self, plan: StepPlan, tokens: TokenViews) -> Tensor:
+    # Steps with prompts
+
+    def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """Hidden states of all tokens of a step that is not only decodes (or has more of them than any graph)."""
-        slots, positions, ids, blocks = tokens
-        decodes = plan.num_decodes
-        if decodes:
-            ids[:decodes] = self._last_token.index_select(0, slots[:decodes])
-        prefills = self._prefills(plan, blocks) if decodes < len(plan.slots) else None
-        attend = CudaAttention(self.kv, self._tables, slots, positions, decodes, self._workspace, prefills)
-        return self.model.forward(ids, attend)
+        tokens, decodes = self._tokens_of(plan, inputs), plan.num_decodes
+        prefills = self._prefills(plan)
+        size = _fitting(self._mixed, plan.num_tokens)
+        if size is not None:
+            self._token_board.send(tokens, size)
+            span = slice(decodes, plan.num_tokens)
 
-    def _prefills(self, plan: StepPlan, blocks: Tensor) -> Prefills:
-        first, count = plan.first[plan.num_decodes :], plan.count[plan.num_decodes :]
-        if self._flashinfer is not None:
-            return self._flashinfer.prefills(self.kv, first, count, blocks)
-        return PlainPrefills(self.kv, self._tables, plan.slots[plan.num_decodes :], first, count)
+            def attend(heads: Heads, q: Tensor, out: Tensor) -> None:
+                prefills.attend(heads, q[span], out[span])
+
+            return self._mixed[size].replay(attend)
+        views = Tokens(*self._courier.send(*tokens))
+        if decodes:
+            views.ids[:decodes] = self._last_token.index_select(0, views.slots[:decodes])
+        return self.model.forward(
+            views.ids,
+            CudaAttention(self.kv, self._tables, views.slots, views.positions, decodes, self._workspace, prefills),
+        )
+
+    def _tokens_of(self, plan: StepPlan, inputs: StepInputs) -> list[NDArray[np.int64] | NDArray[np.int32]]:
+        """What `Tokens` are on the device."""
+        count, decodes = plan.count, plan.num_decodes
+        slots = np.repeat(plan.slots, count)
+        positions = np.arange(plan.num_tokens) + np.repeat(plan.first - (np.cumsum(count) - count), count)
+        decoding = np.full(plan.num_tokens, NOBODY, np.int64)
+        decoding[:decodes] = slots[:decodes]
+        return [slots, positions, np.concatenate([np.zeros(decodes, np.int32), inputs.prefill_tokens]), decoding]
+
+    def _prefills(self, plan: StepPlan) -> Prefills:
+        slots, first, count = (array[plan.num_decodes :] for array in (plan.slots, plan.first, plan.count))
+        if self._flashinfer is None:
+            return PlainPrefills(self.kv, self._tables, slots, first, count)
+        pages = (-(-(first + count) // self.kv.block_size)).tolist()
+        tables = [self._blocks[slot, :used] for slot, used in zip(slots.tolist(), pages, strict=True)]
+        return self._flashinfer.prefills(self.kv, first, count, *self._courier.send(np.concatenate([NOTHING, *tables])))
 
     # Graphs
 
     @torch.inference_mode()
-    def capture(self, sizes: list[int], progress: Callable[[int], None] = lambda done: None) -> None:
-        """Captures decode steps of these many rows, the largest first: the others fit into its memory."""
+    def capture(self, *, largest: bool = False, progress: Callable[[int], None] = lambda done: None) -> None:
+        """Captures steps of many sizes, or the `largest` alone; the largest first: the others fit into its memory."""
         if not self.model.can_be_captured:
             return
-        pool = torch.cuda.graph_pool_handle()
-        for done, size in enumerate(sorted(sizes, reverse=True), start=1):
-            self._graphs[size] = Graph(self._decode, size, pool)
-            progress(done)
+        gc.collect()  # a tensor that dies in the middle of a capture would spoil it
+        pool, done = torch.cuda.graph_pool_handle(), 0
+        for size in self._mixed_sizes[::-1][: 1 if largest else None]:
+            self._mixed[size] = self._pieces(size, pool)
+            progress(done := done + 1)
+        for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
+            self._decodes[size] = Whole(lambda size=size: self._decode(size), pool)  # type: ignore[misc]
+            progress(done := done + 1)
         torch.cuda.synchronize(self.device)
 
-    def _graph_size(self, rows: int) -> int | None:
-        return min((size for size in self._graphs if size >= rows), default=None)
+    @property
+    def num_graphs(self) -> int:
+        return len(self._mixed_sizes) + len(decode_sizes(self.limits.max_num_seqs))
 
     def _decode(self, rows: int) -> Tensor:
         """Scores of a step of decodes alone. All that it reads lies where it always lies."""
-        numbers = self._staging.rows.first(rows)
-        slots = numbers.slots
-        attend = CudaAttention(self.kv, self._tables, slots, numbers.positions, rows, self._workspace)
-        return self.model.scores(self.model.forward(self._last_token.index_select(0, slots), attend))
+        slots, positions = self._rows.slots[:rows], self._rows.positions[:rows]
+        ids = self._last_token.index_select(0, slots.clamp(min=0))
+        attend = CudaAttention(self.kv, self._tables, slots, positions, rows, self._workspace)
+        return self.model.scores(self.model.forward(ids, attend))
+
+    def _pieces(self, size: int, pool: object) -> Pieces:
+        """A step of so many tokens, of which any may be decodes."""
+        tokens = Tokens(*(field[:size] for field in self._tokens))
+        most = min(size, self.limits.max_num_seqs)  # that can be decodes
+        attention: CudaAttention
+
+        def before(heads: Heads, qkv: Tensor) -> tuple[Tensor, Tensor]:
+            shape = (size, heads.heads, heads.head_dim)
+            q = attention.write(heads, qkv, self._queries[:size].view(shape))
+            attention.decode(heads, q, self._attended[:size], tokens.decodes)
+            return q, self._attended[:size].view(shape)
+
+        def forward(attend: Attend) -> Tensor:
+            nonlocal attention
+            attention = CudaAttention(self.kv, self._tables, tokens.slots, tokens.positions, most, self._workspace)
+            last = self._last_token.index_select(0, tokens.decodes.clamp(min=0))
+            return self.model.forward(torch.where(tokens.decodes < 0, tokens.ids, last), attend)
+
+        return Pieces(forward, before, pool)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Runs the largest step of each kind, with nobody's numbers, on the pool's last block."""
-        limits = self.limits
-        tokens = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
-        rows = limits.max_num_seqs
-        first, count = np.zeros(1, np.int64), np.array([tokens])
-        ids = torch.zeros(tokens, dtype=torch.int32, device=self.device)
-        slots = torch.full_like(ids, limits.slots)
-        positions = torch.arange(tokens, dtype=torch.int32, device=self.device)
-        prefills: Prefills
+        """Runs the largest step, with nobody's numbers, on blocks that are there many times over."""
+        limits, device = self.limits, self.device
+        count = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
+        ids = torch.zeros(count, dtype=torch.int32, device=device)
+        nobody = torch.full_like(ids, NOBODY)
+        first, counts = np.zeros(1, np.int64), np.array([count])
+        prefills: Prefills = PlainPrefills(self.kv, self._tables, first, first, counts)
         if self._flashinfer is not None:
-            blocks = torch.full((-(-tokens // self.kv.block_size),), self.kv.num_blocks - 1, dtype=torch.int32)
-            prefills = self._flashinfer.prefills(self.kv, first, count, blocks.to(self.device))
-        else:
-            prefills = PlainPrefills(self.kv, self._tables, np.array([limits.slots]), first, count)
-        attend = CudaAttention(self.kv, self._tables, slots, positions, 0, self._workspace, prefills)
+            prefills = self._flashinfer.prefills(self.kv, first, counts, ids[: -(-count // self.kv.block_size)])
+        positions = torch.arange(count, dtype=torch.int32, device=device)
+        attend = CudaAttention(self.kv, self._tables, nobody, positions, 0, self._workspace, prefills)
         hidden = self.model.forward(ids, attend)
+        rows = limits.max_num_seqs
         scores = self.model.scores(hidden[:1].expand(rows, -1).contiguous())
         self.model.widened(scores)
-        temperature = torch.ones(rows, device=self.device)
-        draw(scores, temperature, temperature / 2, self._last_token, slots[:1].expand(rows).contiguous())
-        torch.cuda.synchronize(self.device)
-
-
-class Graph:
-    """A captured step."""
-
-    def __init__(self, step: Callable[[int], Tensor], size: int, pool: Any) -> None:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step(size)  # kernels are compiled and libraries set up outside of the capture
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._result = step(size)
-
-    def replay(self) -> Tensor:
-        self._graph.replay()
-        return self._result
+        temperature = torch.ones(rows, device=device)
+        draw(scores, temperature, temperature / 2, self._last_token, torch.full((rows,), NOBODY, device=device).int())
+        torch.cuda.synchronize(device)
 
 
 class CudaPending:
@@ -274,14 +295,9 @@ class CudaPending:
         return self._result
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of rows to capture decode steps for: close together where a row more costs most."""
-    return sorted({*_ladder(max_num_seqs), max_num_seqs})
-
-
-def _ladder(most: int) -> Iterator[int]:
-    for low, high, step in ((1, 2, 1), (2, 4, 2), (4, 8, 4), (8, 256, 8), (256, 512, 32), (512, most + 1, 64)):
-        yield from range(low, min(high, most + 1), step)
+def _fitting(sizes: dict[int, Whole] | dict[int, Pieces], count: int) -> int | None:
+    """The smallest graph for so many."""
+    return min((size for size in sizes if size >= count), default=None)
 
 
 def _event() -> torch.cuda.Event:

@@ -1,4 +1,4 @@
-"""Staging: the way of a step's numbers from the host to the device, without waiting for either."""
+"""Staging: the way of a step's numbers from the host to the device, through pinned buffers, without waiting."""
 
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -9,19 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 DEPTH = 3  # buffers: one is filled, one is copied, one may still be read
-
-
-class TokenViews(NamedTuple):
-    """Of all tokens of a step, decodes first; and the block tables of its prompts, one behind the other."""
-
-    slots: Tensor
-    positions: Tensor
-    ids: Tensor
-    blocks: Tensor
+NOBODY = -1  # the slot of a row or a token that is only there because a graph has a place for it
 
 
 class Rows(NamedTuple):
-    """Five numbers for each row that samples, on the device or on the host."""
+    """Of every row that samples: five numbers."""
 
     slots: Tensor
     positions: Tensor  # of its input
@@ -29,63 +21,95 @@ class Rows(NamedTuple):
     temperature: Tensor
     uniform: Tensor
 
+    @staticmethod
+    def nobody() -> tuple[int, ...]:
+        return (NOBODY, 0, 0, 0, 0)
+
     @classmethod
     def of(cls, numbers: Tensor) -> "Rows":
-        """The first three are int32, the others float32."""
+        """From int32, of which the last two are the bits of float32."""
         return cls(*numbers[:3], *numbers[3:].view(torch.float32))
 
-    def first(self, count: int) -> "Rows":
-        return Rows(*(field[:count] for field in self))
+
+class Tokens(NamedTuple):
+    """Of every token of a step, decodes first: four numbers."""
+
+    slots: Tensor
+    positions: Tensor
+    ids: Tensor  # a decode's is on the device
+    decodes: Tensor  # its slot if it is a decode, else NOBODY
+
+    @staticmethod
+    def nobody() -> tuple[int, ...]:
+        return (NOBODY, 0, 0, NOBODY)
 
 
-class Staging:
-    """A step's numbers on their way to the device, through pinned buffers in turn.
+class Board:
+    """Numbers at fixed places on the device, where graphs find them, for up to `width` things.
 
-    Those of the rows have fixed places on the device, where graphs find them; whatever else there is gets new ones.
+    `nobody` has what those places hold that nobody has taken, one for each number.
     """
 
-    def __init__(self, width: int, nobody: int, device: torch.device) -> None:
-        self.device, self.width, self.nobody = device, width, nobody
-        self._fixed = torch.zeros((len(Rows._fields), width), dtype=torch.int32, device=device)
-        self._fixed[0] = nobody
-        self.rows = Rows.of(self._fixed)
-        self._hosts = cycle([_Host(width) for _ in range(DEPTH)])
+    def __init__(self, nobody: tuple[int, ...], width: int, device: torch.device) -> None:
+        self._nobody = np.array(nobody, np.int32)[:, None]
+        self.numbers = torch.tensor(nobody, dtype=torch.int32, device=device)[:, None].repeat(1, width)
+        self._hosts = cycle([_Host((len(nobody), width)) for _ in range(DEPTH)])
 
-    def send(self, rows: list[NDArray[Any]], padded: int, others: list[NDArray[Any]]) -> list[Tensor]:
-        """Rows to their places, up to `padded` with nobody's; returns the others as they are on the device."""
-        host = next(self._hosts)
-        host.copied.synchronize()  # long past, but for a device that is three steps behind
-        count = len(rows[0])
-        for target, values in zip(host.rows, rows, strict=True):
-            target.numpy()[:count] = values
-        if padded > count:
-            host.numbers[:, count:padded] = 0
-            host.rows.slots[count:padded] = self.nobody
-        self._fixed.copy_(host.numbers, non_blocking=True)
-        lengths = [len(values) for values in others]
+    def send(self, values: list[NDArray[Any]], padded: int) -> None:
+        """Puts these up, and nobody's up to `padded`."""
+        host = next(self._hosts).free()
+        count = len(values[0])
+        for field, numbers in zip(host.array, values, strict=True):
+            field[:count] = numbers
+        host.array[:, count:padded] = self._nobody
+        host.send(self.numbers)
+
+
+class Courier:
+    """Carries whatever else a step needs to new places on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._hosts = cycle([_Host((1 << 14,)) for _ in range(DEPTH)])
+
+    def send(self, *arrays: NDArray[Any]) -> list[Tensor]:
+        lengths = [len(array) for array in arrays]
         result = torch.empty(sum(lengths), dtype=torch.int32, device=self.device)
         if len(result):
-            room = host.room(len(result))
-            np.concatenate(others, out=room.numpy(), casting="same_kind")
-            result.copy_(room, non_blocking=True)
-        host.copied.record()
+            host = next(self._hosts).free(len(result))
+            np.concatenate(arrays, out=host.array[: len(result)], casting="same_kind")
+            host.send(result)
         return list(torch.split(result, lengths))
 
 
 class _Host:
     """One of the pinned buffers."""
 
-    def __init__(self, width: int) -> None:
-        self.numbers = pinned(len(Rows._fields) * width).view(len(Rows._fields), width)
-        self.rows = Rows.of(self.numbers)
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._room = pinned(1 << 14)
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._take(shape)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def room(self, size: int) -> Tensor:
-        if size > len(self._room):
-            self._room = pinned(2 * size)
-        return self._room[:size]
+    def free(self, size: int = 0) -> "_Host":
+        """Waits until it may be filled again, which was long ago but for a device that is three steps behind."""
+        self._copied.synchronize()
+        if size > self.array.size:
+            self._take((2 * size,))
+        return self
+
+    def send(self, target: Tensor) -> None:
+        source = self._pinned if target.dim() > 1 else self._pinned[: len(target)]
+        target.copy_(source, non_blocking=True)
+        self._copied.record()
+
+    def _take(self, shape: tuple[int, ...]) -> None:
+        self._pinned = pinned(*shape)
+        self.array = self._pinned.numpy()
 
 
-def pinned(size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.int32, pin_memory=True)
+def bits(numbers: NDArray[np.float64]) -> NDArray[np.int32]:
+    """float32 as int32, to travel among others."""
+    return numbers.astype(np.float32).view(np.int32)
+
+
+def pinned(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
