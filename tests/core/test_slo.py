@@ -8,6 +8,7 @@ import pytest
 from tests.core.test_scheduler import prompt, run
 from tests.toy import ToyExecutor, solo, toy_loop, toy_stream
 from weft.core import Coefficients, CostModel, Request, Scheduler, StepPlan, chunked, slo
+from weft.core.cost import decodes_alone
 from weft.core.tenants import Tenants
 from weft.engine.executor import StepInputs, StepResult
 from weft.engine.loop import Loop
@@ -144,6 +145,14 @@ def test_precedence_orders_a_tenants_own_prompts_and_nobody_elses() -> None:
     add(loop, "b2", 8, tenant="b", arrival=0.2, ttft_target=1000.0, precedence=-5)
     add(loop, "a2", 8, tenant="a", arrival=0.3, ttft_target=1000.0, precedence=7)
     assert [served.partition(":")[0] for served in run(loop)] == ["a1", "b2", "b1", "a2"]
+
+
+def test_a_noisy_machine_takes_as_many_as_keep_99_gaps_in_100() -> None:
+    """A decode step of 20 ms within a gap of 50: with a spread of 0.3 it takes 40 ms at the 99th percentile."""
+    cost = CostModel(Coefficients(0.02, 0, 0, 0, 0, 0, 0), spread=0.3)
+    admission = slo(cost, 100).admission
+    assert admission.may_join(decodes_alone(2, 100), 0.05)
+    assert not admission.may_join(decodes_alone(2, 100), 0.04)
 
 
 def test_a_users_prompts_make_room_for_those_of_other_users_of_the_tenant() -> None:

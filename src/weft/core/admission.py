@@ -113,7 +113,7 @@ class PromiseKeepers:
         return True
 
     def may_join(self, after: StepShape, gap: float) -> bool:
-        return self.cost.predict(after) * self.cost.decode.margin <= gap
+        return self.cost.predict(after) * self.cost.decode.tail <= gap
 
 
 class _Walk:
@@ -179,7 +179,7 @@ class _Walk:
             return False
         after = decodes_alone(self.decodes + 1, int(self.context + reach))
         gap = min(self.gap, request.gap_target)
-        return request.max_tokens == 1 or self.cost.predict(after) * self.cost.decode.margin <= gap
+        return request.max_tokens == 1 or self.cost.predict(after) * self.cost.decode.tail <= gap
 
     def _drain(self) -> None:
         """Waits until all who decode now have ended."""

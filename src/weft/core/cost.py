@@ -128,6 +128,7 @@ class Drift:
     PRIOR_MEAN = 4  # the same for the centre: a bias is learnt before it can pass for spread
     WITHIN = 0.6827  # share of normal errors within one standard deviation
     SPREADS = 3.5  # above the centre: but for hiccups, only a few steps in ten thousand take longer
+    TAIL = 2.33  # spreads above the centre: one step in a hundred takes longer, as many as a promise allows
     LEAST = 1e-4  # spread from which it can still grow
 
     def __init__(self, mean: float, spread: float) -> None:
@@ -144,6 +145,11 @@ class Drift:
     def margin(self) -> float:
         """What a prediction must be multiplied with so that hardly any step takes longer."""
         return math.exp(self.mean + self.SPREADS * self.spread)
+
+    @property
+    def tail(self) -> float:
+        """The same so that one step in a hundred takes longer."""
+        return math.exp(self.mean + self.TAIL * self.spread)
 
     def observe(self, error: float) -> None:
         error -= self.mean

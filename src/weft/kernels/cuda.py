@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.attention import Heads, PlainHeads
-from weft.kernels.decode import choose_splits, paged_decode
+from weft.kernels.decode import choose_splits, paged_decode, workspace_size
 from weft.kernels.fused import norm_rope_write
 from weft.kernels.reference import PrefillRow
 from weft.kv import KVPool
@@ -47,32 +47,38 @@ class CudaAttention:
         self._plain: PlainHeads | None = None
 
     def __call__(self, heads: Heads, qkv: Tensor) -> Tensor:
-        q = self._write(heads, qkv)
-        count = self.num_decodes
+        q = self.write(heads, qkv)
         out = q.new_empty(len(q), heads.heads * heads.head_dim)
+        count = self.num_decodes
         if count:
-            paged_decode(
-                q[:count],
-                self.kv.k[heads.layer],
-                self.kv.v[heads.layer],
-                self.tables,
-                self.slots[:count],
-                self.positions[:count],
-                heads.scale,
-                heads.window,
-                choose_splits(count, heads.kv_heads, sm_count(q.device)),
-                self.workspace,
-                out[:count],
-            )
+            self.decode(heads, q, out, self.slots)
         if self.prefills is not None:
             self.prefills.attend(heads, q[count:], out[count:].view_as(q[count:]))
         return out
 
-    def _write(self, heads: Heads, qkv: Tensor) -> Tensor:
-        """Queries, normed and rotated; keys and values go to the cache."""
+    def decode(self, heads: Heads, q: Tensor, out: Tensor, slots: Tensor) -> None:
+        """The attention of the decodes; a row whose slot is negative is none, and gets zeros."""
+        count = self.num_decodes
+        paged_decode(
+            q[:count],
+            self.kv.k[heads.layer],
+            self.kv.v[heads.layer],
+            self.tables,
+            slots[:count],
+            self.positions[:count],
+            heads.scale,
+            heads.window,
+            splits(count, heads.kv_heads, q.device, some=slots is not self.slots),
+            self.workspace,
+            out[:count],
+        )
+
+    def write(self, heads: Heads, qkv: Tensor, q: Tensor | None = None) -> Tensor:
+        """Queries, normed and rotated (into `q`, where it is given); keys and values go to the cache."""
         norms = [norm for norm in (heads.q_norm, heads.k_norm) if norm is not None]
-        if any(norm.weight is None for norm in norms) or qkv.dtype == torch.float64:
-            return self._write_plainly(heads, qkv)
+        if any(norm.weight is None for norm in norms):
+            found = self._write_plainly(heads, qkv)
+            return found if q is None else q.copy_(found)
         return norm_rope_write(
             qkv,
             heads.q_norm.weight if heads.q_norm is not None else None,
@@ -87,6 +93,7 @@ class CudaAttention:
             heads.heads,
             heads.kv_heads,
             heads.head_dim,
+            q,
         )
 
     def _write_plainly(self, heads: Heads, qkv: Tensor) -> Tensor:
@@ -94,8 +101,10 @@ class CudaAttention:
         if self._plain is None:
             self._plain = PlainHeads(self.positions)
             size = self.kv.block_size
-            blocks = self.tables[self.slots.long(), (self.positions // size).long()].long()
-            self._places = blocks * size + self.positions % size
+            blocks = self.tables[self.slots.clamp(min=0).long(), (self.positions // size).long()].long()
+            # A token that is nobody's is written where nobody reads: the last place of the pool.
+            places = blocks * size + self.positions % size
+            self._places = torch.where(self.slots < 0, self.kv.num_blocks * size - 1, places)
         q, k, v = self._plain.split(heads, qkv)
         self.kv.write(heads.layer, self._places, k, v)
         return q.contiguous()
@@ -116,6 +125,22 @@ class PlainPrefills:
         for row in self._rows:
             span = slice(row.start, row.start + row.count)
             out[span] = row.attend(self.kv, heads.layer, q[span], heads.scale, heads.window)
+
+
+SOME = 8  # splits where only some of the rows are decodes
+
+
+def splits(rows: int, kv_heads: int, device: torch.device, *, some: bool = False) -> int:
+    """Among how many programs a row's context is divided."""
+    found = choose_splits(rows, kv_heads, sm_count(device))
+    return max(found, SOME) if some else found
+
+
+def decode_workspace(max_num_seqs: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
+    """Room for what the programs of any step's decodes leave for each other."""
+    sizes = range(1, max_num_seqs + 1)
+    most = max(workspace_size(size, heads, head_dim, splits(size, 1, device, some=True)) for size in sizes)
+    return torch.empty(most, dtype=torch.float32, device=device)
 
 
 @functools.cache

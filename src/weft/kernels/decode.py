@@ -1,20 +1,30 @@
 """Attention of decodes over the paged cache: one query token a row, however long its context.
 
-Flash-decoding: a row's context is divided among programs, and a second kernel merges what they found. All that differs
-from step to step (positions, block tables) is read on the device, so that a call can be captured in a CUDA graph.
-Only imported where there is a GPU.
+Flash-decoding: a row's context is divided among programs, and the last of them to end merges what they found, in a
+fixed order. All that differs from step to step (positions, block tables) is read on the device, so that a call can be
+captured in a CUDA graph: how many of the programs a row has work for, too. Only imported where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from weft.kernels.fused import dependent
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64  # merging more costs more than it gains
+MERGE_AT_ONCE = True  # the last program of a row's kv head merges; False: a second kernel does, as for too many of them
+COUNTERS = 1 << 16  # rows times kv heads up to which there is a counter for each
+MERGED = 8192  # partial results that are read at once: 64 registers a thread
 
 
 class Tiling(NamedTuple):
@@ -35,8 +45,8 @@ def candidates(dtype: torch.dtype, head_dim: int) -> list[Tiling]:
 def choose_splits(batch: int, kv_heads: int, sm_count: int) -> int:
     """Among how many programs a row's context is divided: enough for about four programs a multiprocessor.
 
-    From the batch size alone, because lengths differ between replays of a CUDA graph. Another number of splits rounds
-    differently: where a row's result must not depend on the batch size to the last bit, use one number for all sizes.
+    From the batch size alone, because lengths differ between replays of a CUDA graph; of a short context each split has
+    one tile, and those without any end at once. Another number of splits rounds differently: where a row's result must not depend on the batch size to the last bit, use one number for all sizes.
     """
     wanted = triton.cdiv(4 * sm_count, max(1, batch * kv_heads))
     return int(min(triton.next_power_of_2(wanted), MAX_SPLITS))
@@ -71,7 +81,10 @@ def paged_decode(
     *,
     tiling: Tiling | None = None,
 ) -> Tensor:  # out
-    """Each row sees the keys at positions 0 to its own, and only those after its own - window."""
+    """Each row sees the keys at positions 0 to its own, and only those after its own - window.
+
+    One call at a time on a device: calls share the counters of the programs that have ended.
+    """
     batch, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     if out is None:
@@ -87,6 +100,9 @@ def paged_decode(
         assert partial.numel() >= workspace_size(batch, heads, head_dim, splits)
     tiling = tiling or candidates(k_cache.dtype, head_dim)[0]
     tile_dim = max(16, triton.next_power_of_2(head_dim))
+    merge = MERGE_AT_ONCE and splits > 1 and batch * kv_heads <= COUNTERS
+    tile_splits = triton.next_power_of_2(splits)
+    tile_members = triton.next_power_of_2(heads // kv_heads)
     # kv heads first: neighbours read neighbouring lines of the same tokens at the same time
     _decode[(kv_heads, splits, batch)](
         q,
@@ -97,6 +113,7 @@ def paged_decode(
         positions,
         out,
         partial if splits > 1 else out,  # not touched without splits
+        _zeros(q.device) if merge else out,  # not touched, either
         scale * LOG2E,
         block_tables.stride(0),
         *k_cache.stride()[:3],
@@ -110,10 +127,15 @@ def paged_decode(
         TILE=tiling.tile,
         TILE_GROUP=max(16, triton.next_power_of_2(heads // kv_heads)),
         TILE_DIM=tile_dim,
+        MERGE=merge,
+        TILE_SPLITS=tile_splits,
+        TILE_MEMBERS=tile_members,
+        TILE_MERGED=min(tile_splits, max(1, MERGED // (tile_members * tile_dim))),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **dependent(q.device),
     )
-    if splits > 1:
+    if splits > 1 and not merge:
         _merge[(heads, batch)](
             partial,
             out,
@@ -124,23 +146,35 @@ def paged_decode(
             WINDOW=window or 0,
             SPLITS=splits,
             TILE=tiling.tile,
-            TILE_SPLITS=triton.next_power_of_2(splits),
+            TILE_SPLITS=tile_splits,
             TILE_DIM=tile_dim,
             num_warps=4 if splits > 8 else 2,
+            **dependent(q.device),
         )
     return out
 
 
+@functools.cache
+def _zeros(device: torch.device) -> Tensor:
+    """Counters that are zero before and after each call, one for each kv head of each row.
+
+    Kept for good, outside of any graph's memory: made by the first call, which must not be one that is captured.
+    """
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
 @triton.jit
 def _share(slots, positions, row, WINDOW: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """Of a row: its slot, the first position it sees, one past the last, and how many tiles each split takes."""
+    """Of a row: its slot, the first position it sees, one past the last, how many tiles a split takes, and how many
+    splits have any."""
     slot = tl.load(slots + row)
     end = tl.where(slot >= 0, tl.load(positions + row) + 1, 0)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(end - WINDOW, 0)
     tiles = (end + TILE - 1) // TILE - first // TILE
-    return slot, first, end, (tiles + SPLITS - 1) // SPLITS
+    share = tl.maximum((tiles + SPLITS - 1) // SPLITS, 1)
+    return slot, first, end, share, (tiles + share - 1) // share
 
 
 @triton.jit
@@ -153,6 +187,7 @@ def _decode(
     positions,
     out,
     partial,
+    counters,
     scale,
     tables_stride,
     k_block_stride,
@@ -170,12 +205,22 @@ def _decode(
     TILE: tl.constexpr,
     TILE_GROUP: tl.constexpr,
     TILE_DIM: tl.constexpr,
+    MERGE: tl.constexpr,
+    TILE_SPLITS: tl.constexpr,
+    TILE_MEMBERS: tl.constexpr,
+    TILE_MERGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The query heads of one kv head over one split of one row's context. `scale` includes log2(e)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    slot, first, last, share = _share(slots, positions, row, WINDOW, SPLITS, TILE)
+    slot, first, last, share, active = _share(slots, positions, row, WINDOW, SPLITS, TILE)
+    if split >= tl.maximum(active, 1):  # padding has none, but the first split stores its zeros
+        return
     begin = (first // TILE + split * share) * TILE
     end = tl.minimum(begin + share * TILE, last)
 
@@ -229,12 +274,81 @@ def _decode(
     if SPLITS == 1:
         tl.store(out + heads[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), mask=inside)
     else:
-        # An empty split stores nothing: the merge knows as well as this program how many there are.
-        some = begin < end
+        # Padding stores nothing: the merge knows as well as this program how many splits there are.
+        some = active > 0
+        if MERGE:
+            some = active > 1
+            alone = inside & (active <= 1)
+            tl.store(out + heads[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), mask=alone)
         places = heads * SPLITS + split
         tl.store(partial + places[:, None] * DIM + dims[None, :], result, mask=inside & some)
         sums = partial + tl.num_programs(2).to(tl.int64) * (HEADS * SPLITS * DIM)
         tl.store(sums + places, highest + tl.log2(tl.where(found, total, 1.0)), mask=member & some)
+        if MERGE:
+            if active > 1:
+                # All threads have stored before one of them counts; its release makes their stores visible to the last.
+                tl.debug_barrier()
+                counter = counters + row * tl.num_programs(0) + kv_head
+                if tl.atomic_add(counter, 1, sem="acq_rel") == active - 1:
+                    tl.store(counter, 0)
+                    head = row * HEADS + kv_head * GROUP
+                    _merge_group(
+                        partial,
+                        sums,
+                        out,
+                        head,
+                        active,
+                        GROUP,
+                        DIM,
+                        SPLITS,
+                        TILE_SPLITS,
+                        TILE_MEMBERS,
+                        TILE_MERGED,
+                        TILE_DIM,
+                    )
+
+
+@triton.jit
+def _merge_group(
+    partial,
+    sums,
+    out,
+    head,
+    active,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE_SPLITS: tl.constexpr,
+    TILE_MEMBERS: tl.constexpr,
+    TILE_MERGED: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+):
+    """GROUP heads from `head` on: as in `_merge`, but for all of them together, a few splits at a time."""
+    members = tl.arange(0, TILE_MEMBERS)
+    member = members < GROUP
+    places = (head + members) * SPLITS
+    splits = tl.arange(0, TILE_SPLITS)
+    used = member[:, None] & (splits < active)[None, :]
+    # Past the L1 cache, where another program's results cannot be.
+    logs = tl.load(sums + places[:, None] + splits[None, :], mask=used, other=float("-inf"), cache_modifier=".cg")
+    highest = tl.where(member, tl.max(logs, 1), 0.0)
+    total = tl.sum(tl.exp2(logs - highest[:, None]), 1)
+    dims = tl.arange(0, TILE_DIM)
+    inside = member[:, None] & (dims < DIM)[None, :]
+    acc = tl.zeros([TILE_MEMBERS, TILE_DIM], tl.float32)
+    for start in tl.range(0, active, TILE_MERGED, num_stages=1):
+        splits = start + tl.arange(0, TILE_MERGED)
+        used = member[:, None] & (splits < active)[None, :]
+        at = places[:, None] + splits[None, :]
+        logs = tl.load(sums + at, mask=used, other=float("-inf"), cache_modifier=".cg")
+        readable = used[:, :, None] & (dims < DIM)[None, None, :]
+        results = tl.load(
+            partial + at[:, :, None] * DIM + dims[None, None, :], mask=readable, other=0.0, cache_modifier=".cg"
+        )
+        acc += tl.sum(results * tl.exp2(logs - highest[:, None])[:, :, None], 1)
+    merged = acc / tl.where(member, total, 1.0)[:, None]
+    to = out + (head + members)[:, None] * DIM + dims[None, :]
+    tl.store(to, merged.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -250,13 +364,17 @@ def _merge(
     TILE: tl.constexpr,
     TILE_SPLITS: tl.constexpr,
     TILE_DIM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One head of one row: the mean of its splits, each weighted by its sum of exponentials."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     head = row * HEADS + tl.program_id(0)
-    _, first, last, share = _share(slots, positions, row, WINDOW, SPLITS, TILE)
+    _, _, _, _, active = _share(slots, positions, row, WINDOW, SPLITS, TILE)
     splits = tl.arange(0, TILE_SPLITS)
-    used = (splits < SPLITS) & ((first // TILE + splits * share) * TILE < last)
+    used = splits < active
     dims = tl.arange(0, TILE_DIM)
     inside = dims < DIM
     sums = partial + tl.num_programs(1).to(tl.int64) * (HEADS * SPLITS * DIM)

@@ -2,13 +2,39 @@
 
 Each one reads its input once and writes its result once; everything inside is float32 and is rounded at the end.
 Only imported where there is a GPU.
+
+The kernels of a step, these and those of matvec and decode, start while their predecessor still runs (programmatic
+dependent launch). Each of them waits (gdc_wait) before it reads anything but weights, and before it writes anything at
+all. The wait ends when the predecessor has ended, and with it all kernels before: it has waited as well. Only weights
+are read earlier, so the step must not change them. Kernels of others are launched normally, and wait for everything.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import functools
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+PDL = True  # programmatic dependent launch, where the device has it; False: a kernel starts when all before have ended
+
+
+def dependent(device: torch.device) -> dict[str, Any]:
+    """The arguments of a launch that decide whether it starts while its predecessor still runs."""
+    return {"PDL": True, "launch_pdl": True} if PDL and _has_pdl(device) else {"PDL": False}
+
+
+@functools.cache
+def _has_pdl(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -36,6 +62,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
             ADD=residual is not None,
             BLOCK=block,
             num_warps=min(max(block // 512, 4), 16),
+            **dependent(x.device),
         )
     return normed, total
 
@@ -50,7 +77,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         block = 512 if rows <= 32 else 1024 if rows <= 256 else 2048
         block = min(block, triton.next_power_of_2(inner))
         _silu_mul[(rows, triton.cdiv(inner, block))](
-            gate_up, out, inner, gate_up.stride(0), BLOCK=block, num_warps=min(max(block // 256, 1), 8)
+            gate_up,
+            out,
+            inner,
+            gate_up.stride(0),
+            BLOCK=block,
+            num_warps=min(max(block // 256, 1), 8),
+            **dependent(gate_up.device),
         )
     return out
 
@@ -69,13 +102,16 @@ def norm_rope_write(
     heads: int,
     kv_heads: int,
     head_dim: int,
+    q: Tensor | None = None,  # where the queries go; None: a new tensor
 ) -> Tensor:
     """Norms and rotates queries and keys, writes keys and values to the cache, and returns the queries.
 
-    Queries come back as a new tensor [T, heads, head_dim].
+    Queries come back as [T, heads, head_dim].
     """
     tokens = qkv.shape[0]
-    q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if q is None:
+        q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    assert q.is_contiguous()
     half = table.shape[2]
     rest = head_dim - 2 * half
     assert qkv.shape[1] == (heads + 2 * kv_heads) * head_dim
@@ -112,17 +148,33 @@ def norm_rope_write(
             TILE_HALF=triton.next_power_of_2(half),
             TILE_REST=triton.next_power_of_2(rest) if rest else 0,
             num_warps=min(max(tile_heads * triton.next_power_of_2(head_dim) // 512, 1), 4),
+            **dependent(qkv.device),
         )
     return q
 
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, weight, out, eps, size, x_stride, residual_stride, out_stride, ADD: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    size,
+    x_stride,
+    residual_stride,
+    out_stride,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
+    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     total = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     if ADD:
         kept = residual + row * residual_stride + columns
@@ -131,13 +183,15 @@ def _add_rms_norm(
         tl.store(kept, total, mask=inside)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     normed = wide * scale * weights
     tl.store(out + row * out_stride + columns, normed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _silu_mul(gate_up, out, inner, stride, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, inner, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < inner
@@ -179,9 +233,23 @@ def _norm_rope_write(
     TILE_HEADS: tl.constexpr,
     TILE_HALF: tl.constexpr,
     TILE_REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token, TILE_HEADS of its heads (queries, keys and values count on). A head is taken apart in three: the two
     halves that are rotated against each other, and the rest."""
+    heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    is_q = heads < HEADS
+    is_k = (heads >= HEADS) & (heads < HEADS + KV_HEADS)
+    is_v = (heads >= HEADS + KV_HEADS) & (heads < HEADS + 2 * KV_HEADS)
+    columns = tl.arange(0, TILE_HALF)
+    low = columns < HALF
+    if Q_NORM or K_NORM:
+        weights_a = _weights(q_weight, k_weight, columns, low, is_q, is_k, Q_NORM, K_NORM)
+        weights_b = _weights(q_weight, k_weight, HALF + columns, low, is_q, is_k, Q_NORM, K_NORM)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     owned = slot >= 0
@@ -189,10 +257,6 @@ def _norm_rope_write(
     block = tl.load(block_tables + slot * tables_stride + position // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)
     place = position % BLOCK_SIZE
 
-    heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
-    is_q = heads < HEADS
-    is_k = (heads >= HEADS) & (heads < HEADS + KV_HEADS)
-    is_v = (heads >= HEADS + KV_HEADS) & (heads < HEADS + 2 * KV_HEADS)
     sources = qkv + token * qkv_stride + heads * DIM
     to_q = q + token * (HEADS * DIM) + heads * DIM
     to_k = k_cache + block * k_block_stride + place * k_place_stride + (heads - HEADS) * k_head_stride
@@ -201,8 +265,6 @@ def _norm_rope_write(
     write_v = is_v & owned
     exists = is_q | is_k | is_v
 
-    columns = tl.arange(0, TILE_HALF)
-    low = columns < HALF
     a = tl.load(sources[:, None] + columns[None, :], mask=exists[:, None] & low[None, :], other=0.0).to(tl.float32)
     b = tl.load(sources[:, None] + HALF + columns[None, :], mask=exists[:, None] & low[None, :], other=0.0)
     b = b.to(tl.float32)
@@ -216,8 +278,8 @@ def _norm_rope_write(
             squares += tl.sum(rest * rest, 1)
         normed = (is_q & Q_NORM) | (is_k & K_NORM)
         scale = tl.where(normed, tl.rsqrt(squares / DIM + eps), 1.0)
-        a = a * scale[:, None] * _weights(q_weight, k_weight, columns, low, is_q, is_k, Q_NORM, K_NORM)
-        b = b * scale[:, None] * _weights(q_weight, k_weight, HALF + columns, low, is_q, is_k, Q_NORM, K_NORM)
+        a = a * scale[:, None] * weights_a
+        b = b * scale[:, None] * weights_b
     angles = table + position.to(tl.int64) * (2 * HALF) + columns
     cos = tl.load(angles, mask=low, other=0.0)[None, :]
     sin = tl.load(angles + HALF, mask=low, other=0.0)[None, :]

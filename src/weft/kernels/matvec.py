@@ -1,13 +1,13 @@
 """Products of a few rows with a large matrix, as in decoding: the time goes into reading the matrix once.
 
-For up to 16 rows. One row is multiplied and summed, several go through tensor cores, padded to 16. Where the matrix has
-too few rows to fill the device, programs share the columns; whoever comes last adds the partial sums up in a fixed
-order, so that results are reproducible. Only imported where there is a GPU.
+For up to 64 rows. One row is multiplied and summed, several go through tensor cores, padded to 16, 32 or 64. Where the
+matrix has too few rows to fill the device, programs share the columns; whoever comes last adds the partial sums up in a
+fixed order, so that results are reproducible. Only imported where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -18,7 +18,9 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-MAX_ROWS = 16
+from weft.kernels.fused import dependent
+
+MAX_ROWS = 64
 PROGRAMS = 2 * 132  # that fill an H200
 
 
@@ -72,10 +74,14 @@ TUNED: dict[tuple[int, int, int, bool], Config] = {
     (16, 151936, 1024, False): Config(128, 128, 1, 8, 3, True),
 }
 
+# The keys of TUNED for more than 16 rows where this was faster than torch: a subset of what the script prints. Others
+# of more than 16 rows are left to torch.
+FASTER: frozenset[tuple[int, int, int, bool]] = frozenset()
+
 
 def bucket(rows: int) -> int:
-    """Rows are tuned for in steps: 1, 4, 16."""
-    return 1 if rows == 1 else 4 if rows <= 4 else 16
+    """Rows are tuned for in steps: 1, 4, 16, 32, 64."""
+    return next(size for size in (1, 4, 16, 32, MAX_ROWS) if rows <= size)
 
 
 def candidates(rows: int, m: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> list[Config]:
@@ -90,7 +96,12 @@ def candidates(rows: int, m: int, k: int, dtype: torch.dtype, *, gated: bool = F
             Config(4, 1024, 1, 4, 4, False),
             Config(4 if small else 8, 1024, 1, 4, 1, False),
             Config(4, 512, 1, 2, 1, False) if small else Config(8, 512, 1, 2, 1, False),
-            Config(2, 2048, 1, 8, 1, False) if k >= 2048 else Config(1, 1024, 1, 4, 1, False),
+            # Up to 4096 columns in one step: then all weights are on their way before x is there.
+            Config(2, 4096, 1, 8, 1, False)
+            if 2048 < k < 4096
+            else Config(2, 2048, 1, 8, 1, False)
+            if k >= 2048
+            else Config(1, 1024, 1, 4, 1, False),
             Config(16, 256, _splits(m, k, 16, 256), 4, 4, True),
         ]
     else:
@@ -114,25 +125,21 @@ def configure(rows: int, m: int, k: int, dtype: torch.dtype, *, gated: bool = Fa
     return tuned or candidates(rows, m, k, dtype, gated=gated)[0]
 
 
-def matvec(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: Config | None = None, pdl: bool = False
-) -> Tensor:
-    """x [N, K] times weight [M, K] transposed, plus bias [M]; N <= 16.
+def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: Config | None = None) -> Tensor:
+    """x [N, K] times weight [M, K] transposed, plus bias [M]; N <= MAX_ROWS.
 
-    With `pdl` (programmatic dependent launch) the kernel starts while its predecessor on the stream still runs, and
-    loads weights meanwhile. One call at a time on a device: calls share the counters behind the partial sums.
+    Weights are read before the kernel's predecessor on the stream has ended (see `fused.PDL`), so it must not write
+    them. One call at a time on a device: calls share the counters behind the partial sums.
     """
-    return _launch(x, weight, bias, weight.shape[0], False, config, pdl)
+    return _launch(x, weight, bias, weight.shape[0], False, config)
 
 
-def matvec_silu(x: Tensor, gate_up: Tensor, *, config: Config | None = None, pdl: bool = False) -> Tensor:
+def matvec_silu(x: Tensor, gate_up: Tensor, *, config: Config | None = None) -> Tensor:
     """silu(gate) * up [N, inner], where x [N, K] times gate_up [2 * inner, K] transposed is gates, then ups."""
-    return _launch(x, gate_up, None, gate_up.shape[0] // 2, True, config, pdl)
+    return _launch(x, gate_up, None, gate_up.shape[0] // 2, True, config)
 
 
-def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, m: int, gated: bool, config: Config | None, pdl: bool
-) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, m: int, gated: bool, config: Config | None) -> Tensor:
     rows, k = x.shape
     assert rows <= MAX_ROWS
     assert x.stride(1) == weight.stride(1) == 1
@@ -147,12 +154,11 @@ def _launch(
         partial = torch.empty((config.splits, 1 + gated, rows, m), dtype=torch.float32, device=x.device)
         assert tiles <= PROGRAMS, "so many programs need not share columns"
         counters = _zeros(x.device)
-    extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     if config.dot:
-        kernel = _dot_rows
+        kernel, special = _dot_rows, {"ROWS": max(16, triton.next_power_of_2(rows))}
     else:
         assert rows == 1, "several rows need tensor cores"
-        kernel = _one_row
+        kernel, special = _one_row, {"ONCE": triton.cdiv(k, config.block_k) == config.splits}
     kernel[(tiles, config.splits)](
         x,
         weight,
@@ -172,10 +178,10 @@ def _launch(
         BLOCK_K=config.block_k,
         SPLITS=config.splits,
         STAGES=config.num_stages,
-        PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **extra,
+        **special,
+        **dependent(x.device),
     )
     return out
 
@@ -184,6 +190,8 @@ def _tiles(rows: int, m: int) -> list[tuple[int, int, int, int]]:
     """(block_m, block_k, warps, stages). Each program reads all of x, which tells against low ones for many rows."""
     if rows <= 4:
         return [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4), (16, 512, 4, 3)]
+    if rows > 16:
+        return [(64, 128, 4, 3), (64, 64, 4, 5), (128, 64, 4, 4), (128, 128, 8, 3), (32, 128, 4, 4)]
     if m <= 2048:
         return [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4), (16, 128, 4, 5)]
     return [(64, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 6), (128, 64, 4, 4), (128, 128, 8, 3)]
@@ -228,6 +236,7 @@ def _one_row(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Products are summed up over the columns only at the end: until then each thread adds in its own registers."""
@@ -237,25 +246,53 @@ def _one_row(
     columns = tl.arange(0, BLOCK_K)
     # Beyond the last row the last one is read again, which costs less than a mask, and is not stored.
     from_weight = weight + tl.minimum(outputs, m - 1).to(tl.int64)[:, None] * stride + columns[None, :]
-    if PDL:
-        _prefetch(weight, tile, m, begin, end, stride, BLOCK_M)
-        gdc_launch_dependents()
-        gdc_wait()
-    acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    up = acc
-    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+    from_up = from_weight
+    if GATED:
+        from_up += m.to(tl.int64) * stride
+    if ONCE:
+        # One step, so that a program can have all its weights on their way before x is there.
+        inside = begin + columns < end
         if EVEN:
-            values = tl.load(x + start + columns).to(tl.float32)[None, :]
-            acc += tl.load(from_weight + start).to(tl.float32) * values
-            if GATED:
-                up += tl.load(from_weight + m.to(tl.int64) * stride + start).to(tl.float32) * values
+            weights = tl.load(from_weight + begin)
         else:
-            inside = start + columns < k
-            values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-            acc += tl.load(from_weight + start, mask=inside[None, :], other=0.0).to(tl.float32) * values
-            if GATED:
-                ups = tl.load(from_weight + m.to(tl.int64) * stride + start, mask=inside[None, :], other=0.0)
-                up += ups.to(tl.float32) * values
+            weights = tl.load(from_weight + begin, mask=inside[None, :], other=0.0)
+        ups = weights
+        if GATED:
+            if EVEN:
+                ups = tl.load(from_up + begin)
+            else:
+                ups = tl.load(from_up + begin, mask=inside[None, :], other=0.0)
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        if EVEN:
+            values = tl.load(x + begin + columns).to(tl.float32)[None, :]
+        else:
+            values = tl.load(x + begin + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        acc = weights.to(tl.float32) * values
+        up = acc
+        if GATED:
+            up = ups.to(tl.float32) * values
+    else:
+        if PDL:
+            _prefetch(weight, tile, m, begin, end, stride, GATED, BLOCK_M)
+            gdc_launch_dependents()
+            gdc_wait()
+        acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+        up = acc
+        for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+            if EVEN:
+                values = tl.load(x + start + columns).to(tl.float32)[None, :]
+                acc += tl.load(from_weight + start).to(tl.float32) * values
+                if GATED:
+                    up += tl.load(from_up + start).to(tl.float32) * values
+            else:
+                inside = start + columns < k
+                values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+                acc += tl.load(from_weight + start, mask=inside[None, :], other=0.0).to(tl.float32) * values
+                if GATED:
+                    ups = tl.load(from_up + start, mask=inside[None, :], other=0.0)
+                    up += ups.to(tl.float32) * values
     first = tl.sum(acc, 1)[:, None]
     second = first
     if GATED:
@@ -284,22 +321,23 @@ def _dot_rows(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The matrix is the left operand, its rows the rows of the product; x is padded to 16."""
+    """The matrix is the left operand, its rows the rows of the product; x is padded to ROWS."""
     tile = tl.program_id(0)
     outputs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     begin, end = _columns(k, BLOCK_K, SPLITS)
     columns = tl.arange(0, BLOCK_K)
-    row = tl.arange(0, 16)
+    row = tl.arange(0, ROWS)
     from_weight = weight + tl.minimum(outputs, m - 1).to(tl.int64)[:, None] * stride + columns[None, :]
     from_x = x + row[:, None] * x_stride + columns[None, :]
     exists = (row < rows)[:, None]
     if PDL:
-        _prefetch(weight, tile, m, begin, end, stride, BLOCK_M)
+        _prefetch(weight, tile, m, begin, end, stride, GATED, BLOCK_M)
         gdc_launch_dependents()
         gdc_wait()
-    acc = tl.zeros([BLOCK_M, 16], tl.float32)
+    acc = tl.zeros([BLOCK_M, ROWS], tl.float32)
     up = acc
     for start in tl.range(begin, end, BLOCK_K):
         if EVEN:
@@ -378,15 +416,18 @@ def _store(first, second, bias, out, at, inside, outputs, m, BIAS: tl.constexpr,
 
 
 @triton.jit
-def _prefetch(weight, tile, m, begin, end, stride, BLOCK_M: tl.constexpr):
+def _prefetch(weight, tile, m, begin, end, stride, GATED: tl.constexpr, BLOCK_M: tl.constexpr):
     """Asks for the first lines of each row, which nobody writes, so that they come to L2 before x is there."""
     outputs = tl.minimum(tile * BLOCK_M + tl.arange(0, BLOCK_M), m - 1).to(tl.int64)
-    lines = tl.minimum(begin + tl.arange(0, 16) * 64, end - 1)
+    lines = tl.maximum(tl.minimum(begin + tl.arange(0, 16) * 64, end - 1), 0)
+    places = weight + outputs[:, None] * stride + lines[None, :]
+    _ask(places)
+    if GATED:
+        _ask(places + m.to(tl.int64) * stride)
+
+
+@triton.jit
+def _ask(places):
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [weight + outputs[:, None] * stride + lines[None, :]],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
     )
