@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,24 @@ from weft.engine.stream import Stream
 from weft.errors import EngineError
 
 POLICIES = ("monolithic", "chunked", "slo")
-STREAMS = 32
-STREAM_PROMPT = 512  # tokens
-PROMPTS = 2  # long ones, at once
 TARGET = 3.0  # decode-only steps
 CHUNK = 2048  # tokens a step of the fixed budget: what other engines start with
 QUIET_STEPS = 100  # of decodes alone, before the long prompts come
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Streams that decode, and the long prompts that come while they do."""
+
+    streams: int = 32
+    stream_prompt: int = 512  # tokens
+    prompts: int = 2
+    prompt_tokens: int = 3000
+    every: float = 0.0  # seconds from one long prompt to the next
+
+
+# What published figures of other engines on one GPU are for.
+GPU_SCENARIO = Scenario(stream_prompt=256, prompts=4, prompt_tokens=16_000, every=0.5)
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,7 @@ class Interference:
     times: NDArray[np.float64]  # when these ended, since the long prompts came
     steps: int  # that carried a piece of a long prompt
     prefill: float  # until the last of the long prompts had its first token
+    ttfts: list[float]  # of the long prompts, from when each was to be sent
 
     @property
     def p999(self) -> float:
@@ -50,8 +64,8 @@ class Interference:
 def measure(
     engine: Engine,
     policy: str,
+    scenario: Scenario,
     *,
-    prompt_tokens: int,
     target: float | None = None,
     seed: int = 0,
     progress: Callable[[int], None] = lambda tokens: None,
@@ -64,7 +78,7 @@ def measure(
     scheduler = engine.loop.scheduler
     own, listener, promises = scheduler.policy, engine.loop.on_record, engine.promises
     scheduler.policy = _policy(policy, engine)
-    scene = _Scene(engine, np.random.default_rng(seed + 1))
+    scene = _Scene(engine, scenario, np.random.default_rng(seed + 1))
     try:
         if target is None:
             scene.open_streams()
@@ -74,8 +88,8 @@ def measure(
             engine.promises = replace(promises, targets=replace(promises.targets, gap=target))
         scene.open_streams()
         quiet = scene.quiet_gaps()
-        gaps, times, prefill = scene.gaps_beside(prompt_tokens, progress)
-        return Interference(policy, target, quiet, gaps, times, scene.prefill_steps, prefill)
+        beside = scene.gaps_beside(progress)
+        return Interference(policy, target, quiet, beside.gaps, beside.times, scene.steps, beside.prefill, beside.ttfts)
     finally:
         scene.clear()
         engine.loop.on_record = listener
@@ -83,21 +97,30 @@ def measure(
         scheduler.policy = own
 
 
+class _Beside(NamedTuple):
+    """What was seen while the long prompts were read."""
+
+    gaps: NDArray[np.float64]
+    times: NDArray[np.float64]
+    prefill: float
+    ttfts: list[float]
+
+
 class _Scene:
     """The streams on stage, and when each had its last token."""
 
-    def __init__(self, engine: Engine, random: np.random.Generator) -> None:
-        self.engine, self.loop, self.random = engine, engine.loop, random
+    def __init__(self, engine: Engine, scenario: Scenario, random: np.random.Generator) -> None:
+        self.engine, self.loop, self.scenario, self.random = engine, engine.loop, scenario, random
         # The same for every run, so that the prefix cache has them.
         same = np.random.default_rng(0)
-        self.prompts = same.integers(0, engine.vocab_size, (STREAMS, STREAM_PROMPT)).tolist()
+        self.prompts = same.integers(0, engine.vocab_size, (scenario.streams, scenario.stream_prompt)).tolist()
         self.last: dict[Stream, float] = {}
-        self.prefill_steps = 0
+        self.steps = 0
         self.prefill_tokens = 0
 
     def open_streams(self) -> None:
         for prompt in self.prompts:
-            room = self.engine.max_model_len - STREAM_PROMPT
+            room = self.engine.max_model_len - self.scenario.stream_prompt
             stream = self._open(prompt, room)
             self.last[stream] = float("nan")
         while any(np.isnan(time) for time in self.last.values()):
@@ -107,15 +130,16 @@ class _Scene:
         gaps = [gap for _ in range(QUIET_STEPS) for gap, _ in self._step()]
         return np.array(gaps)
 
-    def gaps_beside(
-        self, prompt_tokens: int, progress: Callable[[int], None]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+    def gaps_beside(self, progress: Callable[[int], None]) -> _Beside:
+        scenario, self.loop.on_record = self.scenario, self._note
+        words = self.random.integers(0, self.engine.vocab_size, (scenario.prompts, scenario.prompt_tokens)).tolist()
         began = self.loop.clock()
-        self.loop.on_record = self._note
-        words = self.random.integers(0, self.engine.vocab_size, (PROMPTS, prompt_tokens)).tolist()
-        prompts = [self._open(prompt, 1) for prompt in words]
+        prompts: list[Stream] = []
         found: list[tuple[float, float]] = []
-        while not all(stream.request.finish_reason for stream in prompts):
+        while len(prompts) < len(words) or not all(stream.request.finish_reason for stream in prompts):
+            while len(prompts) < len(words) and self.loop.clock() >= (due := began + len(prompts) * scenario.every):
+                prompts.append(self._open(words[len(prompts)], 1))
+                prompts[-1].request.arrival = due
             found += self._step()
             progress(self.prefill_tokens)
         read = self.loop.clock()
@@ -125,7 +149,8 @@ class _Scene:
         if wrong or not all(stream.request.finish_reason is None for stream in self.last):
             raise EngineError("a stream ended before the long prompts were read: choose shorter prompts")
         gaps, ends = np.array(found).T
-        return gaps, ends - began, read - began
+        firsts = [(stream.request.first_token or np.inf) - stream.request.arrival for stream in prompts]
+        return _Beside(gaps, ends - began, read - began, firsts)
 
     def clear(self) -> None:
         for stream in list(self.loop.streams.values()):
@@ -152,7 +177,7 @@ class _Scene:
         return gaps
 
     def _note(self, record: StepRecord) -> None:
-        self.prefill_steps += record.prefill_tokens > 0
+        self.steps += record.prefill_tokens > 0
         self.prefill_tokens += record.prefill_tokens
 
 

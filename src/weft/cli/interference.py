@@ -4,10 +4,12 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli.shapes import SHAPE_HELP
+from weft.engine.options import check_milliseconds
 from weft.errors import OptionError
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from weft.engine.engine import Engine
 
 SIMULATED_PROMPT = 60_000  # tokens
+SHAPE_TOKENS = 16_384  # a step, at most, with --shape
 SIMULATED_GAP = 0.025  # seconds
 REAL_FACTOR, SIMULATED_FACTOR = 1.3, 1.1  # of the target: where the 99.9th percentile is to stay within
 
@@ -26,13 +29,25 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         description="Lets 32 streams decode, then brings two long prompts at once, and looks at the time between the "
         "streams' tokens while these are read: under monolithic, chunked (2,048 tokens a step) and slo, in virtual "
         "time on a hardware profile and for real on this machine. There the target of slo is three times the "
-        "decode-only step that is measured first.",
+        "decode-only step that is measured first. With --shape the scenario is the one that GPU engines are compared "
+        "by: four prompts of 16,000 tokens, one every half second, and a target of 25 ms.",
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="left out: the small model that ships with weft")
     add("--shape", metavar="S", help=f"{SHAPE_HELP}, instead of MODEL, with random weights")
     add("--runs", type=int, default=5, metavar="N", help="real runs of slo, of which the median counts (default: 5)")
-    add("--prompt-tokens", type=int, default=3000, metavar="N", help="of each long prompt, for real (default: 3000)")
+    add(
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help="of each long prompt, for real (default: 3000, or 16000 with --shape)",
+    )
+    add(
+        "--gap-target-ms",
+        type=float,
+        metavar="MS",
+        help="of slo, for real (default: three decode-only steps, or 25 with --shape)",
+    )
     add("--profile", default="h200-llama-3-8b", metavar="NAME", help="for virtual time (default: h200-llama-3-8b)")
     add("--simulated-only", action="store_true", help="virtual time only")
     add("--json", type=Path, metavar="FILE", help="also write a list with one object a run")
@@ -46,8 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError(f"--runs {arguments.runs} must be at least 1")
     if arguments.model is not None and arguments.shape is not None:
         raise OptionError(f"MODEL {arguments.model} and --shape {arguments.shape}: give one of them")
-    if arguments.prompt_tokens < 1:
+    if arguments.prompt_tokens is not None and arguments.prompt_tokens < 1:
         raise OptionError(f"--prompt-tokens {arguments.prompt_tokens} must be at least 1")
+    if arguments.gap_target_ms is not None:
+        check_milliseconds("--gap-target-ms", arguments.gap_target_ms)
     print(
         f"{'where':<44} {'policy':<11} {'target':>8} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8} {'read in':>9}  ms"
     )
@@ -83,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _simulated(name: str, bias: float, noise: float) -> "list[Interference]":
-    from weft.bench.interference import POLICIES, measure
+    from weft.bench.interference import POLICIES, Scenario, measure
     from weft.bench.virtual import virtual_engine
     from weft.sim.profiles import load_profile
     from weft.sim.simulator import Truth
@@ -91,24 +108,32 @@ def _simulated(name: str, bias: float, noise: float) -> "list[Interference]":
     profile = load_profile(name)
     truth = Truth(profile.coefficients, bias, noise)
     return [
-        measure(virtual_engine(profile, truth), policy, prompt_tokens=SIMULATED_PROMPT, target=SIMULATED_GAP)
+        measure(virtual_engine(profile, truth), policy, Scenario(prompt_tokens=SIMULATED_PROMPT), target=SIMULATED_GAP)
         for policy in POLICIES
     ]
 
 
 def _real(arguments: argparse.Namespace) -> "list[Interference]":
     """One run of each of the others, for the picture, and several of slo."""
-    from weft.bench.interference import POLICIES, PROMPTS, measure
+    from weft.bench.interference import GPU_SCENARIO, POLICIES, Scenario, measure
     from weft.progress import work_progress
 
+    scenario = Scenario() if arguments.shape is None else GPU_SCENARIO
+    if arguments.prompt_tokens is not None:
+        scenario = replace(scenario, prompt_tokens=arguments.prompt_tokens)
+    target = None if arguments.shape is None else SIMULATED_GAP
+    if arguments.gap_target_ms is not None:
+        target = arguments.gap_target_ms / 1000
     order = [policy for policy in POLICIES if policy != "slo"] + ["slo"] * arguments.runs
     runs = []
     with _engine(arguments) as engine:
         for number, policy in enumerate(order):
-            tokens = PROMPTS * arguments.prompt_tokens
+            tokens = scenario.prompts * scenario.prompt_tokens
             with work_progress(f"{policy}, run {number + 1} of {len(order)}", tokens, arguments.progress) as advance:
-                run = measure(engine, policy, prompt_tokens=arguments.prompt_tokens, seed=number, progress=advance)
+                run = measure(engine, policy, scenario, target=target, seed=number, progress=advance)
             _print_gaps("this machine", run)
+            if scenario.every:
+                print("  first tokens of the long prompts after", _milliseconds(run.ttfts), flush=True)
             runs.append(run)
     return runs
 
@@ -125,7 +150,9 @@ def _engine(arguments: argparse.Namespace) -> "Iterator[Engine]":
     from weft.bench.shapes import closing_engine, shape_directory
     from weft.engine.options import EngineOptions
 
-    options = EngineOptions.of(load_format="dummy", **target)
+    options = EngineOptions.of(
+        load_format="dummy", max_num_batched_tokens=SHAPE_TOKENS, enable_prefix_caching=False, **target
+    )
     with shape_directory(arguments.shape) as path, closing_engine(options, path) as engine:
         yield engine
 
@@ -137,6 +164,10 @@ def _typical(runs: "list[Interference]") -> "list[Interference]":
         by_policy.setdefault(run.policy, []).append(run)
     found = {policy: every[len(every) // 2] for policy, every in by_policy.items()}
     return [found[policy] for policy in dict.fromkeys(run.policy for run in runs)]
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return ", ".join(f"{1000 * one:.0f}" for one in seconds) + " ms"
 
 
 def _print_gaps(where: str, run: "Interference") -> None:
@@ -162,6 +193,7 @@ def _row(where: str, run: "Interference") -> dict[str, Any]:
         "gap_ms": percentiles(run.gaps.tolist()),
         "steps_with_prefill": run.steps,
         "read_in_s": run.prefill,
+        "ttft_ms": [1000 * ttft for ttft in run.ttfts],
     }
 
 

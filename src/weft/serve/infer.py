@@ -317,8 +317,8 @@ SHUT_DOWN = "the server is shutting down, and did not wait for the request to fi
 def _refusal(call: Call, predicted: float | None) -> ApiError:
     if predicted is None or call.ttft_target is None or predicted <= call.ttft_target:
         message = (
-            "the request was refused: beside what runs and waits, and with steps that vary as they did lately, promises "
-            'to it or to others would be broken; try again later, or send it as service_tier "flex"'
+            "the request was refused: beside what runs and waits, and with steps that vary as they did lately, "
+            'promises to it or to others would be broken; try again later, or send it as service_tier "flex"'
         )
         return ApiError(503, message, code="deadline", retry_after=1 + random.random() * 2)
     message = (
