@@ -1,10 +1,13 @@
 """The engine on a GPU against the engine on the CPU. `pytest tests/gpu` runs all that need one."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import weft
 from tests.models import tiny
@@ -82,6 +85,27 @@ def test_halves_run_through_every_path(name: str, dtype: str, tmp_path: Path) ->
     again = generate(tmp_path, "cuda", params, dtype=dtype)
     assert [result.token_ids for result in first] == [result.token_ids for result in again]
     assert all(len(result.token_ids) == TOKENS for result in first)
+
+
+WIDE: dict[str, Callable[[], Any]] = {  # heads that FlashInfer has kernels for
+    "llama": lambda: tiny.llama(head_dim=128),
+    "qwen3-moe": lambda: tiny.build("Qwen3Moe", head_dim=128, norm_topk_prob=True, **tiny.MOE),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_bfloat16_is_no_worse_than_plain_torch(name: str, tmp_path: Path) -> None:
+    """Log probabilities of long prompts, read in slices beside decodes, against float32."""
+    tiny.save(WIDE[name](), tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, prompt_logprobs=0)
+
+    def logprobs(device: str, dtype: str) -> NDArray[np.float64]:
+        results = generate(tmp_path, device, params, dtype=dtype)
+        return np.array([one.logprob for result in results for one in (result.prompt_logprobs or [])[1:]])
+
+    exact, plain, found = logprobs("cpu", "float32"), logprobs("cpu", "bfloat16"), logprobs("cuda", "bfloat16")
+    allowed = max(0.02 * float(exact.std()), float(np.abs(plain - exact).max()))
+    assert np.abs(found - exact).max() <= allowed
 
 
 def test_a_structure_is_kept_to() -> None:

@@ -56,3 +56,24 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernel_agrees_with_plain_torch(check: Callable[[torch.device, torch.dtype], None], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     check(DEVICE, dtype)
+
+
+def test_rows_are_tuned_for_in_buckets() -> None:
+    buckets = [checks.matvec.bucket(rows) for rows in range(1, checks.matvec.MAX_ROWS + 1)]
+    assert sorted(set(buckets)) == [1, 4, 16, 32, 64]
+    assert all(bucket >= rows for rows, bucket in enumerate(buckets, start=1))
+
+
+def test_tuned_configurations_have_enough_counters() -> None:
+    for (rows, m, _, _), config in checks.matvec.TUNED.items():
+        assert config.splits == 1 or -(-m // config.block_m) <= checks.matvec.PROGRAMS
+        assert config.dot or rows == 1
+
+
+def test_only_what_was_tuned_can_be_faster_than_torch() -> None:
+    assert all(key in checks.matvec.TUNED and key[0] > checks.ops.FEW for key in checks.matvec.FASTER)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU may have it")
+def test_kernels_do_not_overlap_without_a_gpu() -> None:
+    assert checks.fused.dependent(DEVICE) == {"PDL": False}

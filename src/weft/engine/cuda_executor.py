@@ -156,14 +156,14 @@ class CudaExecutor:
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """Hidden states of all tokens of a step that is not only decodes (or has more of them than any graph)."""
         tokens, decodes = self._tokens_of(plan, inputs), plan.num_decodes
-        prefills = self._prefills(plan)
+        prefills = self._prefills(plan) if decodes < len(plan.slots) else None
         size = _fitting(self._mixed, plan.num_tokens)
-        if size is not None:
+        if size is not None and prefills is not None:
             self._token_board.send(tokens, size)
-            span = slice(decodes, plan.num_tokens)
+            planned, span = prefills, slice(decodes, plan.num_tokens)
 
             def attend(heads: Heads, q: Tensor, out: Tensor) -> None:
-                prefills.attend(heads, q[span], out[span])
+                planned.attend(heads, q[span], out[span])
 
             return self._mixed[size].replay(attend)
         views = Tokens(*self._courier.send(*tokens))

@@ -46,7 +46,8 @@ def choose_splits(batch: int, kv_heads: int, sm_count: int) -> int:
     """Among how many programs a row's context is divided: enough for about four programs a multiprocessor.
 
     From the batch size alone, because lengths differ between replays of a CUDA graph; of a short context each split has
-    one tile, and those without any end at once. Another number of splits rounds differently: where a row's result must not depend on the batch size to the last bit, use one number for all sizes.
+    one tile, and those without any end at once. Another number of splits rounds differently: where a row's result must
+    not depend on the batch size to the last bit, use one number for all sizes.
     """
     wanted = triton.cdiv(4 * sm_count, max(1, batch * kv_heads))
     return int(min(triton.next_power_of_2(wanted), MAX_SPLITS))
@@ -274,18 +275,13 @@ def _decode(
     if SPLITS == 1:
         tl.store(out + heads[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), mask=inside)
     else:
-        # Padding stores nothing: the merge knows as well as this program how many splits there are.
-        some = active > 0
-        if MERGE:
-            some = active > 1
-            alone = inside & (active <= 1)
-            tl.store(out + heads[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), mask=alone)
-        places = heads * SPLITS + split
-        tl.store(partial + places[:, None] * DIM + dims[None, :], result, mask=inside & some)
         sums = partial + tl.num_programs(2).to(tl.int64) * (HEADS * SPLITS * DIM)
-        tl.store(sums + places, highest + tl.log2(tl.where(found, total, 1.0)), mask=member & some)
+        logs = highest + tl.log2(tl.where(found, total, 1.0))
+        places = heads * SPLITS + split
         if MERGE:
             if active > 1:
+                tl.store(partial + places[:, None] * DIM + dims[None, :], result, mask=inside)
+                tl.store(sums + places, logs, mask=member)
                 # All threads have stored before one of them counts; its release makes their stores visible to the last.
                 tl.debug_barrier()
                 counter = counters + row * tl.num_programs(0) + kv_head
@@ -306,6 +302,13 @@ def _decode(
                         TILE_MERGED,
                         TILE_DIM,
                     )
+            else:  # nobody to merge with
+                tl.store(out + heads[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), mask=inside)
+        else:
+            # Padding stores nothing: the merge knows as well as this program how many splits there are.
+            some = active > 0
+            tl.store(partial + places[:, None] * DIM + dims[None, :], result, mask=inside & some)
+            tl.store(sums + places, logs, mask=member & some)
 
 
 @triton.jit
@@ -327,12 +330,12 @@ def _merge_group(
     members = tl.arange(0, TILE_MEMBERS)
     member = members < GROUP
     places = (head + members) * SPLITS
-    splits = tl.arange(0, TILE_SPLITS)
-    used = member[:, None] & (splits < active)[None, :]
-    # Past the L1 cache, where another program's results cannot be.
-    logs = tl.load(sums + places[:, None] + splits[None, :], mask=used, other=float("-inf"), cache_modifier=".cg")
-    highest = tl.where(member, tl.max(logs, 1), 0.0)
-    total = tl.sum(tl.exp2(logs - highest[:, None]), 1)
+    every = tl.arange(0, TILE_SPLITS)
+    exists = member[:, None] & (every < active)[None, :]
+    # Not through the L1 cache, which does not know of other programs' results.
+    all_logs = tl.load(sums + places[:, None] + every[None, :], mask=exists, other=float("-inf"), cache_modifier=".cg")
+    highest = tl.where(member, tl.max(all_logs, 1), 0.0)
+    total = tl.sum(tl.exp2(all_logs - highest[:, None]), 1)
     dims = tl.arange(0, TILE_DIM)
     inside = member[:, None] & (dims < DIM)[None, :]
     acc = tl.zeros([TILE_MEMBERS, TILE_DIM], tl.float32)

@@ -171,9 +171,10 @@ def _add_rms_norm(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
+    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
         gdc_wait()
     total = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     if ADD:
@@ -237,6 +238,8 @@ def _norm_rope_write(
 ):
     """One token, TILE_HEADS of its heads (queries, keys and values count on). A head is taken apart in three: the two
     halves that are rotated against each other, and the rest."""
+    if PDL:
+        gdc_launch_dependents()
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     is_q = heads < HEADS
     is_k = (heads >= HEADS) & (heads < HEADS + KV_HEADS)
@@ -247,7 +250,6 @@ def _norm_rope_write(
         weights_a = _weights(q_weight, k_weight, columns, low, is_q, is_k, Q_NORM, K_NORM)
         weights_b = _weights(q_weight, k_weight, HALF + columns, low, is_q, is_k, Q_NORM, K_NORM)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
 
     token = tl.program_id(0).to(tl.int64)

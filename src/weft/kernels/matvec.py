@@ -191,7 +191,7 @@ def _tiles(rows: int, m: int) -> list[tuple[int, int, int, int]]:
     if rows <= 4:
         return [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4), (16, 512, 4, 3)]
     if rows > 16:
-        return [(64, 128, 4, 3), (64, 64, 4, 5), (128, 64, 4, 4), (128, 128, 8, 3), (32, 128, 4, 4)]
+        return [(64, 128, 4, 3), (64, 64, 4, 5), (128, 128, 8, 3)]
     if m <= 2048:
         return [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4), (16, 128, 4, 5)]
     return [(64, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 6), (128, 64, 4, 4), (128, 128, 8, 3)]
@@ -258,10 +258,7 @@ def _one_row(
             weights = tl.load(from_weight + begin, mask=inside[None, :], other=0.0)
         ups = weights
         if GATED:
-            if EVEN:
-                ups = tl.load(from_up + begin)
-            else:
-                ups = tl.load(from_up + begin, mask=inside[None, :], other=0.0)
+            ups = tl.load(from_up + begin) if EVEN else tl.load(from_up + begin, mask=inside[None, :], other=0.0)
         if PDL:
             gdc_launch_dependents()
             gdc_wait()

@@ -33,7 +33,7 @@ def gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """activation(gate) * up, where x times the weight transposed is gates, then ups."""
-    if bias is None and activation is F.silu and _is_read_once(x):
+    if bias is None and activation is F.silu and _is_read_once(x, len(weight) // 2, gated=True):
         from weft.kernels import matvec
 
         return matvec.matvec_silu(x, weight)
@@ -41,15 +41,22 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Cal
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if _is_read_once(x):
+    if _is_read_once(x, len(weight)):
         from weft.kernels import matvec
 
         return matvec.matvec(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def _is_read_once(x: Tensor) -> bool:
-    return len(x) <= FEW and x.dtype in (torch.bfloat16, torch.float16) and _has_kernels(x)
+def _is_read_once(x: Tensor, outputs: int, *, gated: bool = False) -> bool:
+    """Whether our kernel is to be taken: for few rows always, for some more where it was measured to be faster."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or not _has_kernels(x):
+        return False
+    if len(x) <= FEW:
+        return True
+    from weft.kernels import matvec
+
+    return len(x) <= matvec.MAX_ROWS and (matvec.bucket(len(x)), outputs, x.shape[1], gated) in matvec.FASTER
 
 
 def _has_kernels(x: Tensor) -> bool:
