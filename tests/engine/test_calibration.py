@@ -134,6 +134,37 @@ def test_known_costs_are_recovered_through_noise_and_hiccups(truth: Coefficients
     assert found.device == "a machine"
 
 
+class PreparedAhead:
+    """A device with a host that takes long to prepare a step, unless it can do so while another one runs."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.idle = True
+
+    def submit(self, plan: StepPlan, inputs: StepInputs) -> Pending:
+        self.device.now += 5e-3 if self.idle else 0.0
+        waited = 5e-3 if self.idle else 0.0
+        result = self.device.submit(plan, inputs).result()
+        self.idle = False
+
+        def take() -> StepResult:
+            self.idle = True
+            return replace(result, started=result.started - waited)
+
+        return Pending(take)
+
+    def close(self) -> None:
+        pass
+
+
+def test_where_steps_are_prepared_ahead_the_host_costs_nothing() -> None:
+    found = calibrate(PreparedAhead(Device(FAST, LIMITS, noise=0.01)), **LIMITS, device="", ahead=True)
+    alone = calibrate(PreparedAhead(Device(FAST, LIMITS, noise=0.01)), **LIMITS, device="")
+    for shape in SHAPES:
+        assert found.coefficients.predict(shape) == pytest.approx(FAST.predict(shape), rel=0.06)
+        assert alone.coefficients.predict(shape) > FAST.predict(shape) + 4e-3
+
+
 def test_it_keeps_to_its_time_and_mixes_decodes_with_slices() -> None:
     device = Device(SLOW, LIMITS, noise=0.03)
     shares: list[float] = []

@@ -61,6 +61,7 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
         name = device_name(device)
         file = calibration_file(path, dtype=str(dtype), device=name, **limits)
         measuring = {**limits, "num_blocks": num_blocks, "vocab_size": config.vocab_size, "device": name}
+        measuring["ahead"] = device.type == "cuda"
         promises = _promises(options, _calibration(file, executor, measuring))
     scheduler = Scheduler(
         policy=_policy(options, promises),

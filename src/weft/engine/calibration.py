@@ -30,7 +30,7 @@ from weft.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 1  # of the file; another one is measured anew
+FORMAT = 2  # of the file; another one is measured anew
 STEP_SHARE = 0.1  # of the measuring time: no step is meant to take more
 CLIMB_SHARES = (0.18, 0.3, 0.36, 0.45)  # of the measuring time: when each of the ladders must be done
 EXPLORE_SHARE = 0.65  # of the measuring time: these and the mixtures; what is left repeats
@@ -75,13 +75,16 @@ def calibrate(
     max_num_batched_tokens: int,
     vocab_size: int,
     device: str,
+    ahead: bool = False,
     seconds: float = 5.0,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Calibration:
     """Measures for about `seconds`, after a warm-up. The executor must be idle, and its KV cache hold nothing of worth.
 
-    `progress` is called with the share of the time that is gone. Afterwards nothing is in flight; slots and block
-    tables keep what was in them, which the scheduler's plans overwrite as they hand them out.
+    `ahead` says that the executor prepares a step while the one before runs, so that the host's part of it takes no
+    time in service, and must take none here. `progress` is called with the share of the time that is gone. Afterwards
+    nothing is in flight; slots and block tables keep what was in them, which the scheduler's plans overwrite as they
+    hand them out.
     """
     bounds = _Bounds(
         rows=min(max_num_seqs, slots, max(1, num_blocks // 2)),
@@ -90,7 +93,7 @@ def calibrate(
         length=max_model_len,
         tokens=max_num_batched_tokens,
     )
-    survey = _Survey(_Rig(executor, bounds, vocab_size), seconds, progress)
+    survey = _Survey(_Rig(executor, bounds, vocab_size, ahead), seconds, progress)
     survey.explore()
     survey.repeat()
     return survey.conclude(device)
@@ -243,9 +246,10 @@ class _Rig:
     as far as there are, because what many rows share would come from the device's caches.
     """
 
-    def __init__(self, executor: Executor, bounds: _Bounds, vocab_size: int) -> None:
+    def __init__(self, executor: Executor, bounds: _Bounds, vocab_size: int, ahead: bool) -> None:
         self.executor = executor
         self.bounds = bounds
+        self.ahead = ahead
         self.now = 0.0  # seconds on the executor's clock: the end of the last step
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(0)
@@ -292,7 +296,10 @@ class _Rig:
             reason="calibration",
         )
         tokens = self._random.integers(self._vocab_size, size=int(count[decodes:].sum()), dtype=np.int32)
-        result = self.executor.submit(plan, StepInputs(tokens, list(setups))).result()
+        pending = self.executor.submit(plan, StepInputs(tokens, list(setups)))
+        if self.ahead:  # the same once more, which is prepared while this one runs
+            pending = self.executor.submit(plan, StepInputs(tokens, []))
+        result = pending.result()
         self._readable = np.flatnonzero(self._written == self.bounds.block_size)
         self.now = result.finished
         return result.finished - result.started

@@ -90,9 +90,12 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Numbers of tokens to capture mixed steps for. Above these the device takes longer than the host."""
+    """Numbers of tokens to capture mixed steps for. Above these the device takes longer than the host.
+
+    Close together, because the cost model counts tokens and not places in a graph.
+    """
     most = min(max_num_batched_tokens, 2048)
-    return sorted({*_ladder((64, 256, 64), (256, 1024, 128), (1024, 2049, 256), most=most), most})
+    return sorted({*_ladder((64, 1024, 64), (1024, 2049, 128), most=most), most})
 
 
 def _ladder(*parts: tuple[int, int, int], most: int) -> list[int]:

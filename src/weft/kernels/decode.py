@@ -45,6 +45,9 @@ def candidates(dtype: torch.dtype, head_dim: int) -> list[Tiling]:
 def choose_splits(batch: int, kv_heads: int, sm_count: int) -> int:
     """Among how many programs a row's context is divided: enough for about four programs a multiprocessor.
 
+    More would balance contexts of different lengths better, and cost more than that gains: with eight, and at least two
+    splits, a step of 256 rows of Qwen3-0.6B took 4.03 ms on an H200 instead of 3.45.
+
     From the batch size alone, because lengths differ between replays of a CUDA graph; of a short context each split has
     one tile, and those without any end at once. Another number of splits rounds differently: where a row's result must
     not depend on the batch size to the last bit, use one number for all sizes.

@@ -22,12 +22,16 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
+SHORT_READ = 16 << 20  # bytes that take about as long to read as a kernel takes to start
 PDL = True  # programmatic dependent launch, where the device has it; False: a kernel starts when all before have ended
 
 
-def dependent(device: torch.device) -> dict[str, Any]:
-    """The arguments of a launch that decide whether it starts while its predecessor still runs."""
-    return {"PDL": True, "launch_pdl": True} if PDL and _has_pdl(device) else {"PDL": False}
+def dependent(device: torch.device, reads: int = 0) -> dict[str, Any]:
+    """The arguments of a launch that decide whether it starts while its predecessor still runs.
+
+    One that `reads` many bytes of weights does not: it would take their bandwidth from the predecessor.
+    """
+    return {"PDL": True, "launch_pdl": True} if PDL and reads <= SHORT_READ and _has_pdl(device) else {"PDL": False}
 
 
 @functools.cache
