@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 from tests.engine.tiny import talking_directory
+from weft.core import StepShape
+from weft.sim.profiles import load_profile
 
 
 def weft(*arguments: str | Path, cache: Path) -> subprocess.CompletedProcess[str]:
@@ -36,3 +38,16 @@ def test_a_senseless_time_is_refused(tmp_path: Path) -> None:
     done = weft("calibrate", tmp_path, "--seconds", "0", cache=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "weft: --seconds 0.0 must be above 0\n"
+
+
+def test_what_was_measured_is_a_profile_for_the_simulator(tmp_path: Path) -> None:
+    directory, file = talking_directory(tmp_path / "tiny"), tmp_path / "tiny.json"
+    limits = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", "1M", "--seconds", "4", "--no-progress")
+    done = weft("calibrate", "--shape", directory, *limits, "--profile", file, cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    profile = load_profile(str(file))
+    assert profile.origin.startswith("measured with weft")
+    assert profile.max_num_seqs == 8
+    assert profile.kv_tokens >= profile.max_model_len - 1
+    assert profile.coefficients.predict(StepShape(tokens=1, decodes=1)) > 0
+    assert weft("calibrate", directory, "--shape", directory, cache=tmp_path).returncode == 2

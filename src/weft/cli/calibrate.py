@@ -3,12 +3,15 @@
 import argparse
 import json
 import math
-import sys
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from weft import __version__
+from weft.bench.shapes import shape_directory
 from weft.cli.options import add_engine_arguments, engine_options
+from weft.cli.shapes import SHAPE_HELP
 from weft.errors import EngineError, OptionError
 
 if TYPE_CHECKING:
@@ -41,7 +44,11 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help="time to measure for (default: 5)")
+    parser.add_argument("--shape", metavar="S", help=f"{SHAPE_HELP}, instead of MODEL, with random weights")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as a JSON object")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE.json", help="also write a hardware profile, for `weft simulate --profile`"
+    )
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     add_engine_arguments(parser)
     parser.set_defaults(run=run)
@@ -52,22 +59,45 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not 0 < arguments.seconds < math.inf:
         raise OptionError(f"--seconds {arguments.seconds} must be above 0")
-    llm = LLM(**engine_options(arguments))
-    calibration, file = _measure(llm, arguments)
+    options = engine_options(arguments)
+    if arguments.shape is not None and options["model"] is not None:
+        raise OptionError(f"MODEL {options['model']} and --shape {arguments.shape}: give one of them")
+    with ExitStack() as stack:
+        if arguments.shape is not None:
+            options["model"] = str(stack.enter_context(shape_directory(arguments.shape)))
+            options["load_format"] = "dummy"
+        llm = LLM(**options)
+        calibration, file = _measure(llm, arguments)
     _show(calibration, file, llm.options.max_num_batched_tokens)
     if arguments.json is not None:
-        _write(arguments.json, calibration, file)
+        _write(arguments.json, {**asdict(calibration), "decode_step": calibration.decode_step, "file": str(file)})
+    if arguments.profile is not None:
+        _write(arguments.profile, _profile(llm, calibration))
     return 0
+
+
+def _profile(llm: "LLM", calibration: "Calibration") -> dict[str, Any]:
+    """What a simulation needs to know of this model on this device."""
+    scheduler = llm.engine.loop.scheduler
+    return {
+        "origin": f"measured with weft {__version__} on {calibration.device}: {calibration.steps} steps, error p50 "
+        f"{calibration.error_p50:.1%}, p99 {calibration.error_p99:.1%}",
+        "max_model_len": llm.engine.max_model_len,
+        "kv_tokens": scheduler.num_blocks * scheduler.block_size,
+        "block_size": scheduler.block_size,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": llm.options.max_num_batched_tokens,
+        "coefficients": asdict(calibration.coefficients),
+    }
 
 
 def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, Path]":
     """The calibration of a model, and the file it was saved in."""
     from weft.engine.calibration import calibrate, calibration_file, device_name, save_calibration
-    from weft.engine.torch_executor import TorchExecutor
     from weft.progress import work_progress
 
-    engine, scheduler, executor = llm.engine, llm.engine.loop.scheduler, llm.engine.loop.executor
-    assert isinstance(executor, TorchExecutor)
+    engine, scheduler = llm.engine, llm.engine.loop.scheduler
+    executor: Any = engine.loop.executor  # on the CPU or on a GPU: both own a device and a pool
     device = device_name(executor.device)
     file = calibration_file(
         llm.path,
@@ -89,6 +119,7 @@ def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, P
             max_num_batched_tokens=llm.options.max_num_batched_tokens,
             vocab_size=engine.vocab_size,
             device=device,
+            ahead=executor.device.type == "cuda",
             seconds=arguments.seconds,
             progress=lambda share: advance(int(1000 * share)),
         )
@@ -97,18 +128,11 @@ def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, P
 
 
 def _show(calibration: "Calibration", file: Path, max_num_batched_tokens: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{calibration.device}: {calibration.steps} steps measured", title_justify="left")
-    table.add_column("coefficient")
-    table.add_column("seconds", justify="right")
-    table.add_column("for")
+    print(f"{calibration.device}: {calibration.steps} steps measured\n")
     for name, value in asdict(calibration.coefficients).items():
-        table.add_row(name, _time(value), UNITS.get(name, ""))
+        print(f"{name:<12} {_time(value):>10}   {UNITS.get(name, '')}")
+    print()
     tokens = min(max_num_batched_tokens, calibration.largest)
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    console.print(table)
     print(f"decode step          {_time(calibration.decode_step)} (one decode behind 1,000 tokens)")
     print(f"prefill              {calibration.prefill_speed(tokens):.0f} tokens/s (a step of {tokens} tokens)")
     print(
@@ -124,8 +148,7 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
-def _write(file: Path, calibration: "Calibration", saved: Path) -> None:
-    data = {**asdict(calibration), "decode_step": calibration.decode_step, "file": str(saved)}
+def _write(file: Path, data: dict[str, Any]) -> None:
     try:
         file.write_text(json.dumps(data, indent=1) + "\n")
     except OSError as error:
