@@ -1,5 +1,6 @@
 """Puts an engine together: the model, its KV cache, what its steps cost, and the policy that keeps its promises."""
 
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
     Where promises are asked for and the device has not been measured with this model, that takes a few seconds more.
     """
     prepare_cpu()
+    import torch
+
     from weft.engine.calibration import device_name
     from weft.models import load_config, load_model, resolve_dtype
 
@@ -46,6 +49,9 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
         raise OptionError(
             f"max_model_len={longest} is above the model's context of {config.longest_context} tokens: lower it"
         )
+    if device.type == "cuda":  # of an engine that was here before
+        gc.collect()
+        torch.cuda.empty_cache()
     model = load_model(path, config, dtype=dtype, device=device, max_model_len=longest, load_format=options.load_format)
     build = _on_gpu if device.type == "cuda" else _on_cpu
     executor, num_blocks = build(options, model, longest, device)
@@ -208,6 +214,8 @@ def _device(name: str) -> "torch.device":
         raise OptionError(f"device={name!r} is not supported: choose auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OptionError(f"device={name!r}: torch finds no CUDA device here; choose cpu")
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        raise OptionError(f"device={name!r}: choose cuda, and the card with CUDA_VISIBLE_DEVICES={device.index}")
     return device
 
 

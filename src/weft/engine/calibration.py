@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -128,6 +129,8 @@ def calibration_file(
         torch.backends.mkldnn.enabled,
         os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
         __version__,
+        _installed("triton"),
+        _installed("flashinfer-python"),
         block_size,
         max_num_seqs,
         max_num_batched_tokens,
@@ -136,6 +139,13 @@ def calibration_file(
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     return Path(home) / "weft" / "calibration" / f"{_readable_name(path)}-{digest}.json"
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def load_calibration(file: Path) -> Calibration | None:

@@ -79,16 +79,20 @@ class CudaExecutor:
         self.use(kv)
 
     def use(self, kv: KVPool) -> None:
-        """Takes another pool."""
+        """Takes another pool. What was captured for the one before is given back."""
         self.kv = kv
         self._decodes.clear()
         self._mixed.clear()
+        torch.cuda.empty_cache()
 
     def close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self._decodes.clear()
-        self._mixed.clear()
-        self.sampler.close()
+        try:
+            torch.cuda.synchronize(self.device)
+        finally:
+            self.sampler.close()
+            self._pending = None  # it knows us, and we know it
+            self._decodes.clear()
+            self._mixed.clear()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan, inputs: StepInputs) -> "CudaPending":
@@ -274,6 +278,7 @@ class CudaPending:
         self._owner, self._started = owner, started
         self._tokens: Tensor | None = None
         self._result: StepResult | None = None
+        self._advanced = False
 
     def carry(self, tokens: Tensor, pinned: Tensor) -> None:
         self._tokens = pinned[: len(tokens)]
@@ -284,7 +289,9 @@ class CudaPending:
             self.ended.synchronize()
             finished = self._owner.clock()
             tokens = [] if self._tokens is None else self._tokens.tolist()
-            self._owner.sampler.advance(self.slots, tokens)
+            if not self._advanced:  # even if an interrupt comes between this and the result
+                self._advanced = True
+                self._owner.sampler.advance(self.slots, tokens)
             self._result = StepResult(
                 tokens=tokens,
                 started=finished - self._started.elapsed_time(self.ended) / 1000,

@@ -4,6 +4,7 @@ Decode steps are captured whole. A step with prompts in it is captured but for t
 planned anew for every step: that runs between the pieces, layer by layer.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ class Whole:
         # Not through torch.cuda.graph, which collects garbage each time: with many graphs that takes seconds.
         warm_up(step)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(_side()):
             self._graph.capture_begin(pool=pool)
             self._result = step()
             self._graph.capture_end()
@@ -47,7 +48,7 @@ class Pieces:
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._cuts: list[tuple[Heads, Tensor, Tensor]] = []
         warm_up(lambda: forward(lambda heads, qkv: before(heads, qkv)[1].flatten(1)))
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(_side()):
             self._begin()
             self._hidden = forward(self._cut)
             self._graphs[-1].capture_end()
@@ -75,11 +76,17 @@ class Pieces:
 
 def warm_up(step: Callable[[], object]) -> None:
     """Compiles kernels and sets libraries up, which cannot be captured."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = _side()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()
+
+
+@functools.cache
+def _side() -> torch.cuda.Stream:
+    """One for all: torch and its libraries keep memory for each stream that was ever used."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

@@ -3,7 +3,7 @@ and its position, never on its neighbours.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.engine.executor import SlotSetup, TokenLogprobs
 from weft.engine.masks import Masks
 
-PIECE = 1 << 24  # most float32 elements (rows x vocabulary) that prompt log probabilities hold at once: 64 MB
+PIECE = 1 << 24  # most elements (rows x vocabulary) that sorting and prompt log probabilities hold at once: 64 MB
 
 
 class Sampler:
@@ -98,7 +98,7 @@ class Sampler:
         tokens = logits.argmax(-1) if greedy else self._draw(logits, slots, positions)
         penalised = np.flatnonzero(self._history.row[slots] >= 0)
         if len(penalised):
-            self._history.append(slots[penalised], tokens[torch.from_numpy(penalised).to(self.device)])
+            self._history.append(slots[penalised], tokens[upload(penalised, self.device)])
         return tokens
 
     def advance(self, slots: NDArray[np.int64], tokens: list[int]) -> None:
@@ -112,7 +112,7 @@ class Sampler:
         rows = np.flatnonzero(self.logprobs[slots] >= 0)
         if not len(rows):
             return {}
-        index = torch.from_numpy(rows).to(self.device)
+        index = upload(rows, self.device)
         found = _logprobs(logits[index], tokens[index], self.logprobs[slots[rows]].tolist())
         return dict(zip(rows.tolist(), found, strict=True))
 
@@ -128,7 +128,7 @@ class Sampler:
         found: list[TokenLogprobs] = []
         rows = max(1, PIECE // self.vocab_size)
         for start in range(0, len(targets), rows):
-            piece = torch.from_numpy(targets[start : start + rows].astype(np.int64)).to(self.device)
+            piece = upload(targets[start : start + rows].astype(np.int64), self.device)
             logits = to_logits(hidden[start : start + len(piece)])
             found += _logprobs(logits, piece, [wanted] * len(piece))
         return found
@@ -146,13 +146,13 @@ class Sampler:
             if len(rows):
                 _add(logits, rows, [values[slot] for slot in slots[rows].tolist()])
         if len(penalised):
-            index = torch.from_numpy(penalised).to(self.device)
-            weights = torch.from_numpy(self.penalties[slots[penalised]]).to(self.device, logits.dtype)
+            index = upload(penalised, self.device)
+            weights = upload(self.penalties[slots[penalised]], self.device, logits.dtype)
             logits[index] = self._history.penalise(logits[index], slots[penalised], weights)
         if len(masked):
-            index = torch.from_numpy(masked).to(self.device)
-            bits = torch.from_numpy(self._masks.allowed(slots[masked], positions[masked]).view(np.uint8))
-            allowed = _unpack(bits.to(self.device))[:, : self.vocab_size]
+            index = upload(masked, self.device)
+            bits = upload(self._masks.allowed(slots[masked], positions[masked]).view(np.uint8), self.device)
+            allowed = _unpack(bits)[:, : self.vocab_size]
             logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
         return logits
 
@@ -160,36 +160,38 @@ class Sampler:
         """Inverts each row's cumulative distribution at one uniform number, a hash of seed and position."""
         temperature = self.temperature[slots]
         greedy = temperature == 0
-        divisor = torch.from_numpy(np.where(greedy, 1.0, temperature)).to(self.device, logits.dtype)
+        divisor = upload(np.where(greedy, 1.0, temperature), self.device, logits.dtype)
         scaled = self._truncate(logits / divisor[:, None], slots)
         # float64, because a float32 sum over a large vocabulary would shift the borders between tokens
         cumulative = torch.softmax(scaled.double(), -1).cumsum(-1)
-        uniform = torch.from_numpy(hashed_uniform(self.seed[slots], positions)).to(self.device)
+        uniform = upload(hashed_uniform(self.seed[slots], positions), self.device)
         drawn = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1)
         if not greedy.any():
             return drawn
-        return torch.where(torch.from_numpy(greedy).to(self.device), logits.argmax(-1), drawn)
+        return torch.where(upload(greedy, self.device), logits.argmax(-1), drawn)
 
     def _truncate(self, logits: Tensor, slots: NDArray[np.int64]) -> Tensor:
         """min_p, top_k and top_p: what falls away becomes -inf."""
         min_p, top_k, top_p = self.min_p[slots], self.top_k[slots], self.top_p[slots]
         if min_p.any():
-            floor = torch.from_numpy(np.log(np.maximum(min_p, 1e-300))).to(self.device, logits.dtype)
+            floor = upload(np.log(np.maximum(min_p, 1e-300)), self.device, logits.dtype)
             logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor[:, None], -torch.inf)
-        rows = np.flatnonzero((top_k > 0) | (top_p < 1))
-        if len(rows):
-            index = torch.from_numpy(rows).to(self.device)
-            logits = logits.index_copy(0, index, self._truncate_sorted(logits[index], top_k[rows], top_p[rows]))
+        sorting = np.flatnonzero((top_k > 0) | (top_p < 1))
+        # Some rows at a time: sorting takes many times the memory of what is sorted.
+        for rows in np.split(sorting, range(most := max(1, PIECE // self.vocab_size), len(sorting), most)):
+            if len(rows):
+                index = upload(rows, self.device)
+                logits = logits.index_copy(0, index, self._truncate_sorted(logits[index], top_k[rows], top_p[rows]))
         return logits
 
     def _truncate_sorted(self, logits: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
         values, order = logits.sort(dim=-1, descending=True, stable=True)
-        keep_k = torch.from_numpy(np.where(top_k > 0, top_k, self.vocab_size)).to(self.device)
+        keep_k = upload(np.where(top_k > 0, top_k, self.vocab_size), self.device)
         ranks = torch.arange(self.vocab_size, device=self.device)
         values = values.masked_fill(ranks >= keep_k[:, None], -torch.inf)
         probabilities = torch.softmax(values.double(), -1)
         before = probabilities.cumsum(-1) - probabilities
-        mass = torch.from_numpy(np.where(top_p < 1, top_p, 2.0)).to(self.device)
+        mass = upload(np.where(top_p < 1, top_p, 2.0), self.device)
         values = values.masked_fill((before >= mass[:, None]) & (ranks > 0), -torch.inf)
         return torch.empty_like(logits).scatter_(-1, order, values)
 
@@ -221,10 +223,10 @@ class _History:
         row = self._free.pop()
         self.row[slot] = row
         device, size = self._counts.device, self._counts.shape[1]
-        sampled = torch.from_numpy(output.astype(np.int64)).to(device)
+        sampled = upload(output.astype(np.int64), device)
         self._counts[row] = torch.bincount(sampled, minlength=size)
         self._seen[row] = self._counts[row] > 0
-        self._seen[row, torch.from_numpy(prompt.astype(np.int64)).to(device)] = True
+        self._seen[row, upload(prompt.astype(np.int64), device)] = True
 
     def close(self, slot: int) -> None:
         if self.row[slot] >= 0:
@@ -232,13 +234,13 @@ class _History:
             self.row[slot] = -1
 
     def append(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
-        rows = torch.from_numpy(self.row[slots]).to(tokens.device)
+        rows = upload(self.row[slots], tokens.device)
         self._counts[rows, tokens] += 1
         self._seen[rows, tokens] = True
 
     def penalise(self, logits: Tensor, slots: NDArray[np.int64], weights: Tensor) -> Tensor:
         """Penalised logits; `weights` holds repetition, frequency and presence for each row."""
-        rows = torch.from_numpy(self.row[slots]).to(logits.device)
+        rows = upload(self.row[slots], logits.device)
         counts, seen = self._counts[rows], self._seen[rows]
         repetition, frequency, presence = weights[:, :1], weights[:, 1:2], weights[:, 2:]
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -250,6 +252,14 @@ class _History:
         self._counts = torch.cat([self._counts, self._counts.new_zeros((new, self._counts.shape[1]))])
         self._seen = torch.cat([self._seen, self._seen.new_zeros((new, self._seen.shape[1]))])
         self._free += range(old, old + new)
+
+
+def upload(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """An array on the device. From ordinary memory a GPU could only copy when all before it is done, while we wait."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device, dtype)
+    return tensor.pin_memory().to(device, dtype, non_blocking=True)
 
 
 def hashed_uniform(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -275,10 +285,10 @@ def _unpack(bits: Tensor) -> Tensor:
 def _add(logits: Tensor, rows: NDArray[np.int64], entries: list[_TokenValues]) -> None:
     """Adds each row's values to its tokens, all rows at once."""
     lengths = [len(entry.ids) for entry in entries]
-    where = torch.from_numpy(np.stack([np.repeat(rows, lengths), np.concatenate([entry.ids for entry in entries])]))
-    values = torch.from_numpy(np.concatenate([entry.values for entry in entries]))
-    row, token = where.to(logits.device)
-    logits[row, token] += values.to(logits.device, logits.dtype)
+    where = np.stack([np.repeat(rows, lengths), np.concatenate([entry.ids for entry in entries])])
+    row, token = upload(where, logits.device)
+    values = np.concatenate([entry.values for entry in entries])
+    logits[row, token] += upload(values, logits.device, logits.dtype)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, wanted: list[int]) -> list[TokenLogprobs]:
