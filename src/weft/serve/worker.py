@@ -184,10 +184,7 @@ class Worker:
         if self._record is not None:
             self._failures = 0
         if events or self._record is not None:
-            refused_all = self._record is None and not self.loop.has_work
             self._send(events)
-            if refused_all:
-                self._send_idle()  # no step will tell that they wait no more
 
     def _fail(self, error: Exception) -> None:
         """A step failed, and all who ran with it; the loop has started over."""
@@ -204,7 +201,10 @@ class Worker:
     def _send(self, events: list[TokenEvent]) -> None:
         keys: list[int] = []
         tokens: list[int] = []
-        news = News(keys, tokens, [], [], {}, [], self._step())
+        step = self._step()
+        if step is None and not self.loop.has_work:
+            step = self._idle()  # all were refused: no step will tell that they wait no more
+        news = News(keys, tokens, [], [], {}, [], step)
         key_of = self._keys
         for stream, token, reason, logprobs, prompt_logprobs, first in events:
             key = key_of.get(stream)
@@ -225,11 +225,12 @@ class Worker:
         self.socket.send(encode(news))
 
     def _send_idle(self) -> None:
+        self.socket.send(encode(News([], [], [], [], {}, [], self._idle())))
+
+    def _idle(self) -> EngineStep:
         """Nothing runs any more: the books as they are now, without a step."""
-        now = self.loop.clock()
-        scheduler = self.loop.scheduler
-        step = EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, scheduler.num_waiting, 0, scheduler.pool.num_free)
-        self.socket.send(encode(News([], [], [], [], {}, [], step)))
+        now, scheduler = self.loop.clock(), self.loop.scheduler
+        return EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, scheduler.num_waiting, 0, scheduler.pool.num_free)
 
     def _note(self, record: StepRecord) -> None:
         self._record = record
