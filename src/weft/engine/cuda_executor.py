@@ -27,6 +27,7 @@ from weft.kernels.cuda import CudaAttention, PlainPrefills, Prefills, decode_wor
 from weft.kernels.draw import draw
 from weft.kv import KVPool
 from weft.models import CausalLM
+from weft.models.layers import wide
 
 NOTHING = np.empty(0, np.int32)
 BELOW_ONE = 1 - 2.0**-24  # the largest float32 below 1
@@ -126,7 +127,7 @@ class CudaExecutor:
         if self.sampler.is_plain(slots):
             tokens = draw(scores, numbers.temperature, numbers.uniform, self._last_token, numbers.slots)
         else:
-            logits = self.model.widened(scores)
+            logits = wide(scores)
             chosen = self.sampler.sample(logits, slots, plan.first[rows] + plan.count[rows])
             tokens = chosen.int()
             self._last_token.index_copy_(0, numbers.slots.long(), tokens)
@@ -259,7 +260,7 @@ class CudaExecutor:
         hidden = self.model.forward(ids, attend)
         rows = limits.max_num_seqs
         scores = self.model.scores(hidden[:1].expand(rows, -1).contiguous())
-        self.model.widened(scores)
+        wide(scores)
         temperature = torch.ones(rows, device=device)
         draw(scores, temperature, temperature / 2, self._last_token, torch.full((rows,), NOBODY, device=device).int())
         torch.cuda.synchronize(device)

@@ -61,15 +61,6 @@ def workspace_size(batch: int, heads: int, head_dim: int, splits: int) -> int:
     return batch * heads * splits * (head_dim + 1) if splits > 1 else 0
 
 
-def workspace(max_batch: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
-    """Enough for any batch up to `max_batch` with what `choose_splits` says. Calls may share it one after another."""
-    sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    sizes = (
-        workspace_size(batch, heads, head_dim, choose_splits(batch, 1, sm_count)) for batch in range(1, max_batch + 1)
-    )
-    return torch.empty(max(sizes, default=0), dtype=torch.float32, device=device)
-
-
 def paged_decode(
     q: Tensor,  # [B, heads, head_dim]
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]

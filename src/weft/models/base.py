@@ -64,7 +64,7 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [N, vocab] of the next token for rows of `forward`'s result, in float32 or wider."""
-        return self.widened(self.scores(hidden))
+        return wide(self.scores(hidden))
 
     def scores(self, hidden: Tensor) -> Tensor:
         """The same in the model's own type; with a cap, which needs more, in float32."""
@@ -72,9 +72,6 @@ class CausalLM(nn.Module):
         scores = ops.linear(hidden, head.weight)
         cap = self.config.logit_softcap
         return scores if cap is None else torch.tanh(wide(scores) / cap) * cap
-
-    def widened(self, scores: Tensor) -> Tensor:
-        return wide(scores)
 
     @property
     def dtype(self) -> torch.dtype:
