@@ -3,7 +3,7 @@
     PYTHONPATH=src python scripts/check_kernels.py [--quick] [--only PART ...]
 
 Needs a GPU; tests/kernels runs the same checks in Triton's interpreter. Parts: check (or check_decode and so on alone),
-pdl (chains of kernels that overlap against the same one by one), chain (the time of a layer), splits, matvec64 (17 to
+pdl (chains of kernels that overlap against the same one by one), chain (the time of a layer), matvec64 (17 to
 64 rows), fused, decode, draw, matvec. What matvec, matvec64 and chain print is to be copied to weft/kernels/matvec.py.
 """
 
@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels import decode, draw, fused, matvec, ops
+from weft.kernels import decode, draw, fused, matvec, ops, shares
 
 Check = Callable[[torch.device, torch.dtype], None]
 NAN = float("nan")
@@ -84,34 +85,35 @@ def check_norm_rope_write(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def check_decode(device: torch.device, dtype: torch.dtype) -> None:
-    for heads, kv_heads, dim, block_size, window, splits, positions in (
+    for heads, kv_heads, dim, block_size, window, wanted, positions in (
         (4, 1, 64, 16, None, 1, (0, 15, 16, 63, 64, 200)),
-        (8, 4, 128, 16, None, 4, (0, 5, 63, 64, 129, 300)),
-        (3, 1, 80, 7, None, 2, (130, 1)),
-        (6, 2, 96, 1, None, 3, (77, 64, 63)),
+        (8, 4, 128, 16, None, 24, (0, 5, 63, 64, 129, 300)),
+        (3, 1, 80, 7, None, 4, (130, 1)),
+        (6, 2, 96, 1, None, 9, (77, 64, 63)),
         (4, 2, 64, 16, 40, 1, (0, 39, 40, 63, 64, 170)),
-        (4, 2, 64, 16, 100, 4, (0, 99, 100, 290, 130)),
-        (2, 2, 256, 32, 1, 8, (64, 0)),
+        (4, 2, 64, 16, 100, 20, (0, 99, 100, 290, 130)),
+        (2, 2, 256, 32, 1, 16, (64, 0)),
         (40, 2, 32, 16, None, 16, (100,)),
+        (4, 2, 64, 16, None, 3, (2000, 10, 30, 60)),
     ):
-        _check_decode(device, dtype, heads, kv_heads, dim, block_size, window, splits, positions)
+        _check_decode(device, dtype, heads, kv_heads, dim, block_size, window, wanted, positions)
     if device.type == "cuda":
         many = torch.randint(0, 5000, (40,)).tolist()
-        _check_decode(device, dtype, 32, 8, 128, 16, None, 8, many)
+        _check_decode(device, dtype, 32, 8, 128, 16, None, 320, many)
         _check_decode(device, dtype, 16, 8, 128, 16, 1024, 1, many)
+        _check_decode(device, dtype, 16, 8, 128, 16, None, 66, [60_000, *many])
 
 
 def check_decode_tilings(device: torch.device, dtype: torch.dtype) -> None:
     for tiling in decode.candidates(dtype, 128):
-        _check_decode(device, dtype, 8, 2, 128, 16, None, 4, (0, 127, 128, 500), tiling)
+        _check_decode(device, dtype, 8, 2, 128, 16, None, 16, (0, 127, 128, 500), tiling)
 
 
 def check_decode_merges(device: torch.device, dtype: torch.dtype) -> None:
-    """In the same launch or in another; more splits than tiles, and more than are read at once."""
-    for merge in (True, False):
-        with changed(decode, "MERGE_AT_ONCE", merge), changed(decode, "MERGED", 512):
-            _check_decode(device, dtype, 4, 2, 64, 16, None, 16, (0, 64, 700))
-            _check_decode(device, dtype, 3, 1, 80, 16, 90, 8, (300, 20))
+    """More splits than are read at once."""
+    with changed(decode, "MERGED", 512):
+        _check_decode(device, dtype, 4, 2, 64, 16, None, 48, (0, 64, 700))
+        _check_decode(device, dtype, 3, 1, 80, 16, 90, 16, (300, 20))
 
 
 def check_draw(device: torch.device, dtype: torch.dtype) -> None:
@@ -183,7 +185,7 @@ def _check_decode(
     dim: int,
     block_size: int,
     window: int | None,
-    splits: int,
+    wanted: int,
     positions: Sequence[int],
     tiling: decode.Tiling | None = None,
 ) -> None:
@@ -206,15 +208,29 @@ def _check_decode(
         k, v = (x.double().repeat_interleave(heads // kv_heads, 1) for x in (k, v))
         weights = torch.softmax(torch.einsum("hd,thd->ht", q[row].double(), k) * 0.2, -1)
         expected[row] = torch.einsum("ht,thd->hd", weights, v)
-    slots[-1] = -1
-    where = torch.tensor([*positions, 3], dtype=torch.int32, device=device)
-    partial = torch.full((decode.workspace_size(batch, heads, dim, splits),), NAN, device=device)
-    inputs = (q, k_cache, v_cache, tables, slots.int(), where, 0.2, window, splits, partial)
-    out = decode.paged_decode(*inputs, tiling=tiling)
-    _close(out.view_as(q), expected, dtype, scale=2.0)
+    work = _shares(device, slots[:-1], positions, window, wanted)
+    workspace = decode.Workspace.of(batch, heads, kv_heads, dim, wanted, device)
+    for part in workspace[:2]:
+        part.fill_(NAN)
+    out = torch.full((batch, heads * dim), 7.0, dtype=dtype, device=device)
+    inputs = (q, k_cache, v_cache, tables, work, 0.2, workspace)
+    decode.paged_decode(*inputs, out, tiling=tiling)
+    assert (out[-1] == 7).all(), "a row without a share was written"
+    _close(out[:-1].view(-1, heads, dim), expected[:-1], dtype, scale=2.0)
+    assert not workspace.ended.any()
     if device.type == "cuda":  # where programs end in another order each time
         for _ in range(3):
-            assert torch.equal(decode.paged_decode(*inputs, tiling=tiling), out), "not reproducible"
+            again = decode.paged_decode(*inputs, tiling=tiling)
+            assert torch.equal(again[:-1], out[:-1]), "not reproducible"
+
+
+def _shares(device: torch.device, slots: Tensor, positions: Sequence[int], window: int | None, wanted: int) -> Tensor:
+    """For `paged_decode`, with nobody's behind them."""
+    found = shares.divide(slots.cpu().numpy().astype(np.int64), np.array(positions, np.int64), window, wanted)
+    work = torch.tensor(shares.Shares.nobody(), dtype=torch.int32)[:, None]
+    work = work.repeat(1, shares.most_shares(len(positions), wanted))
+    work[:, : len(found.row)] = torch.from_numpy(np.stack(found))
+    return work.to(device)
 
 
 def _check_draw(logits: Tensor, temperature: Tensor, uniform: Tensor) -> None:
@@ -317,10 +333,9 @@ class Chain:
         self.slots = torch.arange(rows, dtype=torch.int32, device=device)
         self.positions = torch.full((rows,), 255, dtype=torch.int32, device=device)
         self.tables = torch.arange(rows * CONTEXT // BLOCK_SIZE, dtype=torch.int32, device=device).view(rows, -1)
-        sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        self.splits = decode.choose_splits(rows, KV_HEADS, sm_count)
-        size = decode.workspace_size(rows, HEADS, DIM, self.splits)
-        self.partial = torch.empty(size, dtype=torch.float32, device=device)
+        wanted = decode.wanted_shares(KV_HEADS, torch.cuda.get_device_properties(device).multi_processor_count)
+        self.shares = _shares(device, self.slots, [255] * rows, None, wanted)
+        self.workspace = decode.Workspace.of(rows, HEADS, KV_HEADS, DIM, wanted, device)
 
     def run(self) -> Tensor:
         x, residual = self.x * 1, None  # a kernel, as an embedding is, where a copy would be none
@@ -329,7 +344,7 @@ class Chain:
             caches = (layer.k_cache, layer.v_cache, self.tables, self.slots, self.positions)
             qkv = ops.linear(x, layer.qkv)
             q = fused.norm_rope_write(qkv, *layer.head_norms.unbind(), 1e-6, self.table, *caches, HEADS, KV_HEADS, DIM)
-            x = decode.paged_decode(q, *caches, 0.1, None, self.splits, self.partial)
+            x = decode.paged_decode(q, *caches[:3], self.shares, 0.1, self.workspace)
             x, residual = ops.add_rms_norm(ops.linear(x, layer.o), residual, layer.norms[1], 1e-6)
             x = ops.linear(ops.gated_linear(x, layer.gate_up, None, F.silu), layer.down)
         assert residual is not None
@@ -451,32 +466,6 @@ def _tune_chain(chain: Chain, rows: int, count: int) -> None:
         if best != before and timed[best] < 0.99 * timed[before]:
             matvec.TUNED[key] = best  # the next product is tuned beside it
             print(f"    {key}: {best!r},  # in the chain: {timed[before] * 1e6:.2f} -> {timed[best] * 1e6:.2f} us")
-
-
-def time_splits(device: torch.device, quick: bool) -> None:
-    """Few rows of Qwen3-0.6B: how many splits for which context, merged at once or by a second kernel."""
-    most = 1 << 19
-    shape = (most // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, DIM)
-    k_cache, v_cache = (torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
-    blocks = _permutation(device, most // BLOCK_SIZE).int()
-    for batch, options in ((1, (64, 16)), (4, (16,)), (16, (8,))):
-        for context in (64, 256, 2048, 16384):
-            used = batch * context // BLOCK_SIZE
-            turns = max(1, min(len(blocks) // used, 50))
-            tables = blocks[: turns * used].view(turns, batch, -1)
-            q = _random(device, torch.bfloat16, batch, HEADS, DIM)
-            slots = torch.arange(batch, dtype=torch.int32, device=device)
-            positions = torch.full((batch,), context - 1, dtype=torch.int32, device=device)
-            found = []
-            for splits in options:
-                partial = torch.empty(decode.workspace_size(batch, HEADS, DIM, splits), device=device)
-                rest = (slots, positions, 0.1, None, splits, partial)
-                inputs = [(q, k_cache, v_cache, table, *rest) for table in tables]
-                for merge in (True, False) if splits != 16 else (True,):  # compiling takes longer than all the rest
-                    with changed(decode, "MERGE_AT_ONCE", merge), changed(fused, "PDL", False):
-                        span = repeated(decode.paged_decode, inputs)
-                    found.append(f"{splits}{'' if merge else ' in two launches'} {span * 1e6:.1f}")
-            print(f"decode B={batch} T={context} us by splits: " + ", ".join(found), flush=True)
 
 
 # Timing
@@ -614,36 +603,36 @@ def _plain_silu(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def time_decode(device: torch.device, quick: bool) -> None:
-    kv_heads, dim, block_size = 8, 128, 16
+    """Contexts that are alike, that differ, and one that is much longer than the others."""
+    kv_heads, dim, block_size, group = 8, 128, 16, 2
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    most = 64 * 2048 if quick else 256 * 16384
+    most = 512 * 2048
     shape = (most // block_size, block_size, kv_heads, dim)
-    k_cache, v_cache = (torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
+    caches = [[torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(2)] for _ in range(3)]
+    random = np.random.default_rng(0)
     blocks = _permutation(device, most // block_size).int()
-    for group in (4, 2):
-        for batch in (1, 16, 64, 256):
-            for context in (256, 2048, 16384):
-                if batch * context > most or (group == 2 and context != 2048):
-                    continue
-                used = batch * context // block_size
-                read = 2 * batch * context * kv_heads * dim * 2
-                turns = max(1, min(len(blocks) // used, COLD // read, 100))  # other blocks each time: L2 does not help
-                tables = blocks[: turns * used].view(turns, batch, -1)
-                q = torch.randn(batch, group * kv_heads, dim, device=device, dtype=torch.bfloat16)
-                slots = torch.arange(batch, dtype=torch.int32, device=device)
-                positions = torch.full((batch,), context - 1, dtype=torch.int32, device=device)
-                chosen = decode.choose_splits(batch, kv_heads, sm_count)
-                tilings = decode.candidates(torch.bfloat16, dim)
-                for tiling in tilings if context == 2048 else tilings[:1]:
-                    for splits in {chosen, max(1, chosen // 2), min(64, chosen * 2)} if context == 2048 else {chosen}:
-                        if tiling != tilings[0] and splits != chosen:
-                            continue
-                        size = decode.workspace_size(batch, group * kv_heads, dim, splits)
-                        partial = torch.empty(size, dtype=torch.float32, device=device)
-                        call = functools.partial(decode.paged_decode, tiling=tiling)
-                        rest = (slots, positions, 0.1, None, splits, partial)
-                        span = repeated(call, [(q, k_cache, v_cache, table, *rest) for table in tables])
-                        _print(f"decode G={group} B={batch} T={context} splits={splits} {tuple(tiling)}", span, read)
+    for batch in (64, 256) if quick else (1, 4, 16, 32, 48, 64, 128, 256):
+        different = random.integers(200, 1800, batch)
+        lone = np.where(np.arange(batch) == batch // 2, 64_000, 500)
+        alike = {str(context): [context] * batch for context in (256, 1000)}
+        for name, contexts in {**alike, "200..1800": different, "lone": lone}.items():
+            used = [-(-int(context) // block_size) for context in contexts]
+            tables = torch.zeros((batch, max(used)), dtype=torch.int32, device=device)
+            for row, (count, end) in enumerate(zip(used, np.cumsum(used).tolist(), strict=True)):
+                tables[row, :count] = blocks[end - count : end]
+            q = torch.randn(batch, group * kv_heads, dim, device=device, dtype=torch.bfloat16)
+            read = int(np.sum(contexts)) * kv_heads * dim * 4
+            rates = []
+            for programs in (2, 3, 4):
+                with changed(decode, "PROGRAMS", programs):
+                    wanted = decode.wanted_shares(kv_heads, sm_count)
+                work = _shares(device, torch.arange(batch), [int(c) - 1 for c in contexts], None, wanted)
+                workspace = decode.Workspace.of(batch, group * kv_heads, kv_heads, dim, wanted, device)
+                for tiling in decode.candidates(torch.bfloat16, dim)[: 2 if quick else 4]:
+                    call = functools.partial(decode.paged_decode, tiling=tiling)
+                    span = repeated(call, [(q, k, v, tables, work, 0.1, workspace) for k, v in caches])
+                    rates.append(f"{programs} {tuple(tiling)} {span * 1e6:.0f} us {read / span / 1e12:.2f}")
+            print(f"decode B={batch} T={name}, programs, tiling, TB/s: " + "; ".join(rates), flush=True)
 
 
 def time_fused(device: torch.device, quick: bool) -> None:
@@ -709,7 +698,6 @@ def guarded(name: str, call: Callable[[], None]) -> bool:
 PARTS: dict[str, Callable[[torch.device, bool], None]] = {
     "pdl": check_pdl,
     "chain": time_chain,
-    "splits": time_splits,
     "fused": time_fused,
     "decode": time_decode,
     "draw": time_draw,

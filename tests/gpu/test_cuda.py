@@ -128,3 +128,22 @@ def test_steps_wait_for_nothing(tmp_path: Path) -> None:
             llm.generate(prompts, params, progress=False)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_is_compiled_in_service(tmp_path: Path) -> None:
+    """A kernel compiled for a number it has not met before would hold everybody up for half a second."""
+    knobs = pytest.importorskip("triton").knobs
+    tiny.save(tiny.llama(), tmp_path)
+    random = np.random.default_rng(0)
+    compiled: list[str] = []
+    limits = {"max_num_seqs": 80, "max_num_batched_tokens": 4000, "kv_cache_memory_bytes": 1 << 28}
+    with weft.LLM(tmp_path, device="cuda", dtype="bfloat16", **limits) as llm:
+        knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
+        try:
+            for count in (1, 3, 50, 77):  # decodes beside prompts beyond any graph, and within
+                prompts = [tiny.prompt(int(random.integers(3, 100)), seed).tolist() for seed in range(count)]
+                params = SamplingParams(temperature=0.7, max_tokens=int(random.integers(5, 25)), ignore_eos=True)
+                llm.generate(prompts, params, progress=False)
+        finally:
+            knobs.runtime.jit_post_compile_hook = None
+    assert not compiled

@@ -170,7 +170,7 @@ class DenseAttend:
     positions: Tensor
     sequences: Tensor  # to which sequence each token belongs
 
-    def __call__(self, heads: Heads, qkv: Tensor) -> Tensor:
+    def __call__(self, heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = PlainHeads(self.positions).split(heads, qkv)
         scale, window = heads.scale, heads.window
         distance = self.positions[:, None] - self.positions[None, :]
@@ -180,7 +180,7 @@ class DenseAttend:
         group = q.shape[1] // k.shape[1]
         scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(group, dim=1)) * scale
         weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-        return torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, dim=1)).flatten(1)
+        return torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, dim=1)).flatten(1), stream
 
 
 @torch.no_grad()

@@ -18,18 +18,19 @@ from torch import Tensor
 
 from weft.core import StepPlan
 from weft.engine.executor import StepInputs, StepResult, TokenLogprobs
-from weft.engine.graphs import Pieces, Whole, decode_sizes, mixed_sizes
+from weft.engine.graphs import Cut, Pieces, Whole, decode_sizes, mixed_sizes
 from weft.engine.sampling import Sampler, hashed_uniform
 from weft.engine.staging import DEPTH, NOBODY, Board, Courier, Rows, Tokens, bits, pinned
 from weft.kernels import flashinfer
-from weft.kernels.attention import Attend, Heads
-from weft.kernels.cuda import CudaAttention, PlainPrefills, Prefills, decode_workspace
+from weft.kernels.attention import Heads
+from weft.kernels.cuda import CudaAttention, Ends, PlainPrefills, Prefills, sm_count
+from weft.kernels.decode import Workspace, wanted_shares
 from weft.kernels.draw import draw
+from weft.kernels.shares import Shares, divide, most_shares
 from weft.kv import KVPool
 from weft.models import CausalLM
 from weft.models.layers import wide
 
-NOTHING = np.empty(0, np.int32)
 BELOW_ONE = 1 - 2.0**-24  # the largest float32 below 1
 
 
@@ -70,9 +71,15 @@ class CudaExecutor:
         width = config.num_heads * config.head_dim
         self._queries = torch.empty((most, width), dtype=model.dtype, device=device)
         self._attended = torch.empty_like(self._queries)
-        self._workspace = decode_workspace(limits.max_num_seqs, config.num_heads, config.head_dim, device)
+        self._wanted = wanted_shares(config.num_kv_heads, sm_count(device))
+        most_shared = most_shares(limits.max_num_seqs, self._wanted)
+        self._shares = {window: Board(Shares.nobody(), most_shared, device) for window in {*config.layer_windows}}
+        self._end_shares = Board(Shares.nobody(), most_shared, device)
+        sizes = (limits.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim)
+        self._workspace = Workspace.of(*sizes, self._wanted, device)
         usable = flashinfer.is_usable(config.head_dim, model.dtype)
-        self._flashinfer = flashinfer.FlashInfer(device) if usable else None
+        kind = (config.num_kv_heads, config.head_dim, model.dtype)
+        self._flashinfer = flashinfer.FlashInfer(*kind, limits.max_model_len, device) if usable else None
         self._decodes: dict[int, Whole] = {}
         self._mixed: dict[int, Pieces] = {}
         self._returns = cycle([pinned(limits.max_num_seqs) for _ in range(DEPTH)])
@@ -94,6 +101,7 @@ class CudaExecutor:
             self._pending = None  # it knows us, and we know it
             self._decodes.clear()
             self._mixed.clear()
+            del self.model, self.kv  # the next engine needs their memory, whoever still holds this one
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan, inputs: StepInputs) -> "CudaPending":
@@ -109,13 +117,18 @@ class CudaExecutor:
         if plan.num_decodes == len(plan.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
             self._send_rows(plan, rows, size)
             self._draw(pending, plan, self._decodes[size].replay()[: len(rows)])
-        else:
+        elif any(self.sampler.wants_prompt(slot) for slot in plan.slots[plan.num_decodes :].tolist()):
             self._send_rows(plan, rows, len(rows))
-            hidden = self._forward(plan, inputs)
+            hidden = self._forward(plan, inputs, all_rows=True)
             if len(rows):
                 ends = self._rows.ends[: len(rows)]
                 self._draw(pending, plan, self.model.scores(hidden.index_select(0, ends)))
             self._describe_prompts(pending, plan, hidden)
+        else:
+            self._send_rows(plan, rows, self.limits.max_num_seqs)
+            hidden = self._forward(plan, inputs)
+            if len(rows):
+                self._draw(pending, plan, self.model.scores(hidden[: len(rows)]))
         pending.ended.record()
         self._pending = pending
         return pending
@@ -152,32 +165,45 @@ class CudaExecutor:
     def _send_rows(self, plan: StepPlan, rows: NDArray[np.int64], padded: int) -> None:
         slots = plan.slots[rows]
         uniform = hashed_uniform(self.sampler.seed[slots], plan.first[rows] + plan.count[rows])
-        numbers = [slots, plan.first[rows], np.cumsum(plan.count)[rows] - 1]
+        positions = plan.first[rows] + plan.count[rows] - 1
+        numbers = [slots, positions, np.cumsum(plan.count)[rows] - 1]
         drawing = [bits(self.sampler.temperature[slots]), bits(np.minimum(uniform, BELOW_ONE))]
         self._row_board.send([*numbers, *drawing], padded)
+        decodes, places = plan.num_decodes, most_shares(padded, self._wanted)
+        for window, board in self._shares.items():
+            board.send(divide(slots[:decodes], positions[:decodes], window, self._wanted), places)
+        if decodes < len(plan.slots):
+            self._end_shares.send(divide(slots, positions, self.model.config.layer_windows[-1], self._wanted), places)
 
     # Steps with prompts
 
-    def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
-        """Hidden states of all tokens of a step that is not only decodes (or has more of them than any graph)."""
+    def _forward(self, plan: StepPlan, inputs: StepInputs, *, all_rows: bool = False) -> Tensor:
+        """Hidden states of a step that is not only decodes (or has more of them than any graph): of the rows that
+        sample (and some nobody's behind them), or of all tokens."""
         tokens, decodes = self._tokens_of(plan, inputs), plan.num_decodes
         prefills = self._prefills(plan) if decodes < len(plan.slots) else None
         size = _fitting(self._mixed, plan.num_tokens)
-        if size is not None and prefills is not None:
+        if size is not None and prefills is not None and not all_rows:
             self._token_board.send(tokens, size)
             planned, span = prefills, slice(decodes, plan.num_tokens)
-
-            def attend(heads: Heads, q: Tensor, out: Tensor) -> None:
-                planned.attend(heads, q[span], out[span])
-
-            return self._mixed[size].replay(attend)
+            return self._mixed[size].replay(lambda heads, q, out: planned.attend(heads, q[span], out[span]))
         views = Tokens(*self._courier.send(*tokens))
         if decodes:
             views.ids[:decodes] = self._last_token.index_select(0, views.slots[:decodes])
-        return self.model.forward(
-            views.ids,
-            CudaAttention(self.kv, self._tables, views.slots, views.positions, decodes, self._workspace, prefills),
-        )
+        # With more decodes than any graph has, there are no ends, and no need for them.
+        ends = None if all_rows or prefills is None else self._ends(int(plan.samples.sum()))
+        return self.model.forward(views.ids, self._attention(views.slots, views.positions, decodes, prefills, ends))
+
+    def _attention(
+        self, slots: Tensor, positions: Tensor, decodes: int, prefills: Prefills | None = None, ends: Ends | None = None
+    ) -> CudaAttention:
+        places = most_shares(decodes, self._wanted)
+        shares = {window: board.numbers[:, :places] for window, board in self._shares.items()}
+        where = (self.kv, self._tables, slots, positions)
+        return CudaAttention(*where, decodes, shares, self._workspace, prefills, ends)
+
+    def _ends(self, rows: int) -> Ends:
+        return Ends(self._rows.ends[:rows], self._end_shares.numbers[:, : most_shares(rows, self._wanted)])
 
     def _tokens_of(self, plan: StepPlan, inputs: StepInputs) -> list[NDArray[np.int64] | NDArray[np.int32]]:
         """What `Tokens` are on the device."""
@@ -194,7 +220,7 @@ class CudaExecutor:
             return PlainPrefills(self.kv, self._tables, slots, first, count)
         pages = (-(-(first + count) // self.kv.block_size)).tolist()
         tables = [self._blocks[slot, :used] for slot, used in zip(slots.tolist(), pages, strict=True)]
-        return self._flashinfer.prefills(self.kv, first, count, *self._courier.send(np.concatenate([NOTHING, *tables])))
+        return self._flashinfer.prefills(self.kv, self.model.config.num_heads, first, count, tables, self._courier.send)
 
     # Graphs
 
@@ -221,49 +247,56 @@ class CudaExecutor:
         """Scores of a step of decodes alone. All that it reads lies where it always lies."""
         slots, positions = self._rows.slots[:rows], self._rows.positions[:rows]
         ids = self._last_token.index_select(0, slots.clamp(min=0))
-        attend = CudaAttention(self.kv, self._tables, slots, positions, rows, self._workspace)
-        return self.model.scores(self.model.forward(ids, attend))
+        return self.model.scores(self.model.forward(ids, self._attention(slots, positions, rows)))
 
     def _pieces(self, size: int, pool: object) -> Pieces:
         """A step of so many tokens, of which any may be decodes."""
         tokens = Tokens(*(field[:size] for field in self._tokens))
-        most = min(size, self.limits.max_num_seqs)  # that can be decodes
-        attention: CudaAttention
+        most = min(size, self.limits.max_num_seqs)  # that can be decodes, or sample
 
-        def before(heads: Heads, qkv: Tensor) -> tuple[Tensor, Tensor]:
-            shape = (size, heads.heads, heads.head_dim)
-            q = attention.write(heads, qkv, self._queries[:size].view(shape))
-            attention.decode(heads, q, self._attended[:size], tokens.decodes)
-            return q, self._attended[:size].view(shape)
+        def forward(cut: Cut) -> Tensor:
+            attention = self._attention(tokens.slots, tokens.positions, most, ends=self._ends(most))
 
-        def forward(attend: Attend) -> Tensor:
-            nonlocal attention
-            attention = CudaAttention(self.kv, self._tables, tokens.slots, tokens.positions, most, self._workspace)
+            def attend(heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+                if heads.last:
+                    return attention(heads, qkv, stream)
+                shape, out = (size, heads.heads, heads.head_dim), self._attended[:size]
+                q = attention.write(heads, qkv, self._queries[:size].view(shape))
+                attention.decode(heads, q, out)
+                cut(heads, q, out.view(shape))
+                return out, stream
+
             last = self._last_token.index_select(0, tokens.decodes.clamp(min=0))
             return self.model.forward(torch.where(tokens.decodes < 0, tokens.ids, last), attend)
 
-        return Pieces(forward, before, pool)
+        return Pieces(forward, pool)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Runs the largest step, with nobody's numbers, on blocks that are there many times over."""
+        """Runs the largest step, with nobody's numbers, on blocks that are there many times over, and a small one: what
+        either needs is made now."""
+        most = min(self.limits.max_num_batched_tokens, self.limits.max_model_len - 1)
+        for count in {most, min(most, 16)}:
+            self._rehearse(count)
+        torch.cuda.synchronize(self.device)
+
+    def _rehearse(self, count: int) -> None:
         limits, device = self.limits, self.device
-        count = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
         ids = torch.zeros(count, dtype=torch.int32, device=device)
         nobody = torch.full_like(ids, NOBODY)
         first, counts = np.zeros(1, np.int64), np.array([count])
         prefills: Prefills = PlainPrefills(self.kv, self._tables, first, first, counts)
         if self._flashinfer is not None:
-            prefills = self._flashinfer.prefills(self.kv, first, counts, ids[: -(-count // self.kv.block_size)])
+            tables = [np.zeros(-(-count // self.kv.block_size), np.int32)]
+            heads = self.model.config.num_heads
+            prefills = self._flashinfer.prefills(self.kv, heads, first, counts, tables, self._courier.send)
         positions = torch.arange(count, dtype=torch.int32, device=device)
-        attend = CudaAttention(self.kv, self._tables, nobody, positions, 0, self._workspace, prefills)
-        hidden = self.model.forward(ids, attend)
+        hidden = self.model.forward(ids, self._attention(nobody, positions, 0, prefills))
         rows = limits.max_num_seqs
         scores = self.model.scores(hidden[:1].expand(rows, -1).contiguous())
         wide(scores)
         temperature = torch.ones(rows, device=device)
         draw(scores, temperature, temperature / 2, self._last_token, torch.full((rows,), NOBODY, device=device).int())
-        torch.cuda.synchronize(device)
 
 
 class CudaPending:

@@ -1,5 +1,6 @@
 """Staging: the way of a step's numbers from the host to the device, through pinned buffers, without waiting."""
 
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 DEPTH = 3  # buffers: one is filled, one is copied, one may still be read
+ALIGNED = 4  # numbers
 NOBODY = -1  # the slot of a row or a token that is only there because a graph has a place for it
 
 
@@ -16,7 +18,7 @@ class Rows(NamedTuple):
     """Of every row that samples: five numbers."""
 
     slots: Tensor
-    positions: Tensor  # of its input
+    positions: Tensor  # of its last token
     ends: Tensor  # which of the step's tokens is its last
     temperature: Tensor
     uniform: Tensor
@@ -55,8 +57,8 @@ class Board:
         self.numbers = torch.tensor(nobody, dtype=torch.int32, device=device)[:, None].repeat(1, width)
         self._hosts = cycle([_Host((len(nobody), width)) for _ in range(DEPTH)])
 
-    def send(self, values: list[NDArray[Any]], padded: int) -> None:
-        """Puts these up, and nobody's up to `padded`."""
+    def send(self, values: Sequence[NDArray[Any]], padded: int) -> None:
+        """Puts these up, and nobody's behind them up to `padded`."""
         host = next(self._hosts).free()
         count = len(values[0])
         for field, numbers in zip(host.array, values, strict=True):
@@ -73,13 +75,16 @@ class Courier:
         self._hosts = cycle([_Host((1 << 14,)) for _ in range(DEPTH)])
 
     def send(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        lengths = [len(array) for array in arrays]
-        result = torch.empty(sum(lengths), dtype=torch.int32, device=self.device)
+        """Each begins at a multiple of 16 bytes: for another alignment a kernel would be compiled anew, in service."""
+        ends = np.cumsum([-(-len(array) // ALIGNED) * ALIGNED for array in arrays]).tolist()
+        result = torch.empty(ends[-1], dtype=torch.int32, device=self.device)
+        places = [slice(start, start + len(array)) for start, array in zip([0, *ends], arrays, strict=False)]
         if len(result):
             host = next(self._hosts).free(len(result))
-            np.concatenate(arrays, out=host.array[: len(result)], casting="same_kind")
+            for place, array in zip(places, arrays, strict=True):
+                host.array[place] = array
             host.send(result)
-        return list(torch.split(result, lengths))
+        return [result[place] for place in places]
 
 
 class _Host:

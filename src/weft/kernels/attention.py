@@ -45,6 +45,7 @@ class Heads(NamedTuple):
     rotation: Rotation
     q_norm: HeadNorm | None = None  # before the rotation
     k_norm: HeadNorm | None = None
+    last: bool = False  # of the model's layers: what it finds is only read where a token is sampled
 
 
 class Attend(Protocol):
@@ -55,8 +56,11 @@ class Attend(Protocol):
     neighbour writes in the same step.
     """
 
-    def __call__(self, heads: Heads, qkv: Tensor) -> Tensor:
-        """[T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]"""
+    def __call__(self, heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim], and the residual stream [T, hidden].
+
+        In the last layer a backend may leave out, of both, the rows of tokens that nothing is sampled from.
+        """
         ...
 
 

@@ -3,7 +3,7 @@ prompts through FlashInfer, or in plain torch where FlashInfer is absent or has 
 """
 
 import functools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.attention import Heads, PlainHeads
-from weft.kernels.decode import choose_splits, paged_decode, workspace_size
+from weft.kernels.decode import Workspace, paged_decode
 from weft.kernels.fused import norm_rope_write
 from weft.kernels.reference import PrefillRow
 from weft.kv import KVPool
@@ -25,10 +25,21 @@ class Prefills(Protocol):
         ...
 
 
+class Ends(NamedTuple):
+    """The last tokens of the rows that sample."""
+
+    places: Tensor  # [R] int32: which of the step's tokens they are
+    shares: Tensor  # of their contexts
+
+
 class CudaAttention:
-    """One step's attention (an `Attend`). `slots` and `positions` are each token's, decodes first.
+    """One step's attention (an `Attend`). `slots` and `positions` are each token's, decodes first; `shares` are of the
+    decodes' contexts, by window.
 
     `tables` [slots, blocks] holds the block table of every slot, so that a captured call reads what is in it later.
+
+    With `ends`, only these rows leave the last layer: with its keys and values in the cache, the last token of a prompt
+    is attended to as a decode is, and nobody ever reads the others.
     """
 
     def __init__(
@@ -38,40 +49,40 @@ class CudaAttention:
         slots: Tensor,
         positions: Tensor,
         num_decodes: int,
-        workspace: Tensor,
+        shares: dict[int | None, Tensor],
+        workspace: Workspace,
         prefills: Prefills | None = None,
+        ends: Ends | None = None,
     ) -> None:
         self.kv, self.tables = kv, tables
-        self.slots, self.positions, self.num_decodes = slots, positions, num_decodes
-        self.workspace, self.prefills = workspace, prefills
+        self.slots, self.positions = slots, positions
+        self.num_decodes, self.shares, self.workspace = num_decodes, shares, workspace
+        self.prefills, self.ends = prefills, ends
         self._plain: PlainHeads | None = None
 
-    def __call__(self, heads: Heads, qkv: Tensor) -> Tensor:
+    def __call__(self, heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         q = self.write(heads, qkv)
+        if self.ends is not None and heads.last:
+            q, stream = (x.index_select(0, self.ends.places) for x in (q, stream))
+            out = q.new_empty(len(q), heads.heads * heads.head_dim)
+            self._decode(heads, q, self.ends.shares, out)
+            return out, stream
         out = q.new_empty(len(q), heads.heads * heads.head_dim)
-        count = self.num_decodes
-        if count:
-            self.decode(heads, q, out, self.slots)
+        self.decode(heads, q, out)
         if self.prefills is not None:
+            count = self.num_decodes
             self.prefills.attend(heads, q[count:], out[count:].view_as(q[count:]))
-        return out
+        return out, stream
 
-    def decode(self, heads: Heads, q: Tensor, out: Tensor, slots: Tensor) -> None:
-        """The attention of the decodes; a row whose slot is negative is none, and gets zeros."""
-        count = self.num_decodes
-        paged_decode(
-            q[:count],
-            self.kv.k[heads.layer],
-            self.kv.v[heads.layer],
-            self.tables,
-            slots[:count],
-            self.positions[:count],
-            heads.scale,
-            heads.window,
-            splits(count, heads.kv_heads, q.device, some=slots is not self.slots),
-            self.workspace,
-            out[:count],
-        )
+    def decode(self, heads: Heads, q: Tensor, out: Tensor) -> None:
+        """The attention of the decodes."""
+        if self.num_decodes:
+            count = self.num_decodes
+            self._decode(heads, q[:count], self.shares[heads.window], out[:count])
+
+    def _decode(self, heads: Heads, q: Tensor, shares: Tensor, out: Tensor) -> None:
+        k, v = self.kv.k[heads.layer], self.kv.v[heads.layer]
+        paged_decode(q, k, v, self.tables, shares, heads.scale, self.workspace, out)
 
     def write(self, heads: Heads, qkv: Tensor, q: Tensor | None = None) -> Tensor:
         """Queries, normed and rotated (into `q`, where it is given); keys and values go to the cache."""
@@ -125,22 +136,6 @@ class PlainPrefills:
         for row in self._rows:
             span = slice(row.start, row.start + row.count)
             out[span] = row.attend(self.kv, heads.layer, q[span], heads.scale, heads.window)
-
-
-SOME = 8  # splits where only some of the rows are decodes
-
-
-def splits(rows: int, kv_heads: int, device: torch.device, *, some: bool = False) -> int:
-    """Among how many programs a row's context is divided."""
-    found = choose_splits(rows, kv_heads, sm_count(device))
-    return max(found, SOME) if some else found
-
-
-def decode_workspace(max_num_seqs: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
-    """Room for what the programs of any step's decodes leave for each other."""
-    sizes = range(1, max_num_seqs + 1)
-    most = max(workspace_size(size, heads, head_dim, splits(size, 1, device, some=True)) for size in sizes)
-    return torch.empty(most, dtype=torch.float32, device=device)
 
 
 @functools.cache

@@ -27,17 +27,18 @@ def draw(
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
         tiles = triton.cdiv(vocab, TILE)
-        highest = torch.empty((2, rows, tiles), dtype=torch.float32, device=logits.device)
+        # Not in one: for another alignment of the second, both kernels would be compiled anew.
+        highest, sums = (torch.empty((rows, tiles), dtype=torch.float32, device=logits.device) for _ in range(2))
         places = torch.empty((rows, tiles), dtype=torch.int32, device=logits.device)
         _summarise[(tiles, rows)](
-            logits, temperature, highest[0], highest[1], places, vocab, logits.stride(0), TILE=TILE, num_warps=4
+            logits, temperature, highest, sums, places, vocab, logits.stride(0), TILE=TILE, num_warps=4
         )
         _select[(rows,)](
             logits,
             temperature,
             uniform,
-            highest[0],
-            highest[1],
+            highest,
+            sums,
             places,
             tokens,
             last_token,

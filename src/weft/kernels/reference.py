@@ -41,7 +41,7 @@ class ReferenceAttention:
             for row in range(num_decodes, len(count))
         ]
 
-    def __call__(self, heads: Heads, qkv: Tensor) -> Tensor:
+    def __call__(self, heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         layer, scale, window = heads.layer, heads.scale, heads.window
         q, k, v = self.plain.split(heads, qkv)
         self.kv.write(layer, self.places, k, v)
@@ -51,7 +51,7 @@ class ReferenceAttention:
         for prefill in self._prefills:
             span = slice(prefill.start, prefill.start + prefill.count)
             out[span] = prefill.attend(self.kv, layer, q[span], scale, window)
-        return out.flatten(1)
+        return out.flatten(1), stream
 
 
 class _PaddedDecodes:

@@ -56,7 +56,10 @@ class CausalLM(nn.Module):
         return F.embedding(token_ids, self.embed_tokens.weight)
 
     def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states [T, hidden] of a step's tokens; `attend` knows where each of them belongs."""
+        """Final hidden states [T, hidden] of a step's tokens; `attend` knows where each of them belongs.
+
+        Where `attend` leaves rows out in the last layer, they are missing here.
+        """
         x, residual = self.embed(token_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, attend)

@@ -50,8 +50,8 @@ class Gemma3Layer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor | None]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, attend))
-        x, residual = self.pre_feedforward_layernorm.add(x, residual)
+        x, residual = self.self_attn(x, residual, attend)
+        x, residual = self.pre_feedforward_layernorm.add(self.post_attention_layernorm(x), residual)
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 

@@ -128,11 +128,14 @@ class Attention(nn.Module):
             rotation,
             None if self.q_norm is None else self.q_norm.of_heads(),
             None if self.k_norm is None else self.k_norm.of_heads(),
+            last=index == config.num_layers - 1,
         )
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, stream: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """What is to be added to the residual stream, and the stream."""
         assert self._heads is not None, "a model is settled before it runs"
-        return self.o_proj.forward(attend(self._heads, self.qkv_proj(x)))
+        found, stream = attend(self._heads, self.qkv_proj(x), stream)
+        return self.o_proj.forward(found), stream
 
 
 class MLP(nn.Module):
@@ -163,6 +166,8 @@ class Experts(Stacked):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Each token's sum over its `chosen` experts [T, k] by `weights` [T, k], in an order all its own."""
+        if not len(x):
+            return x
         order = chosen.flatten().argsort(stable=True)
         # Reading how many rows each expert has is the one host-device synchronisation of a mixture-of-experts layer.
         counts = chosen.flatten().bincount(minlength=len(self.down_proj)).tolist()
@@ -219,6 +224,6 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor | None]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, attend)
+        x, residual = self.self_attn(x, residual, attend)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
