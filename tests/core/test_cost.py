@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.cost import Coefficients, CostModel, StepShape, with_slice
+from weft.core.cost import Coefficients, CostModel, StepShape
 
 MODEL = Coefficients(0.001, 0.004, 2e-5, 1e-9, 2e-5, 1e-5, 3e-8)
 DECODES = StepShape(32, 0.0, 0, 32, 32_000)
@@ -94,6 +94,8 @@ def test_a_change_of_level_leaves_what_the_margin_makes_of_a_prediction() -> Non
         Coefficients,
         *[st.sampled_from([0.0, 1e-3, 7e-3])] * 2,
         *[st.sampled_from([0.0, 1e-9, 3e-6, 2e-5])] * 6,
+        grain=st.sampled_from([1, 7, 128]),
+        wave=st.sampled_from([0, 5, 512]),
     ),
     st.integers(0, 300),
     st.integers(0, 100_000),
@@ -106,5 +108,21 @@ def test_the_largest_slice_is_the_largest(
     shape = StepShape(decodes, 0.0, 0, decodes, decodes * 100)
     found = cost.largest_slice(shape, first, most, limit)
     assert 0 <= found <= most
-    assert found == 0 or cost.predict(with_slice(shape, first, found)) <= limit
-    assert found == most or cost.predict(with_slice(shape, first, found + 1)) > limit
+    assert found == 0 or cost.predict(cost.with_slice(shape, first, found)) <= limit
+    assert found == most or cost.predict(cost.with_slice(shape, first, found + 1)) > limit
+    best = cost.best_slice(shape, first, most, limit)
+    assert (0 < best <= found) if found else best == 0
+    if best < found:
+        rates = [count / cost.predict(cost.with_slice(shape, first, count)) for count in (best, found)]
+        assert rates[0] > rates[1]
+
+
+def test_a_slice_does_not_begin_a_lump_that_it_cannot_fill() -> None:
+    """Steps of 128 tokens, 2 ms each; waves of 512 queries, 4 ms each behind 10,000 tokens."""
+    cost = Coefficients(0.001, 0, 2e-3 / 128, 0, 0, 0, 0, 4e-7, grain=128, wave=512)
+    beside = StepShape(32, 0.0, 0, 32, 3200)
+    # 608 tokens take 1 + 10 + 8.5 ms, 31 a millisecond; 480 take 1 + 8 + 4.2 ms, 36 a millisecond.
+    assert cost.largest_slice(beside, 10_000, 4000, 0.0205) == 5 * 128 - 32
+    assert cost.best_slice(beside, 10_000, 4000, 0.0205) == 4 * 128 - 32
+    assert cost.best_slice(beside, 10_000, 100, 0.0205) == 100, "it is read to its end"
+    assert cost.best_slice(beside, 0, 4000, 0.0205) == cost.largest_slice(beside, 0, 4000, 0.0205), "nothing to gain"

@@ -120,7 +120,7 @@ def test_without_noise_nothing_changes_at_all() -> None:
 @given(seed=st.integers(0, 1000), factor=st.sampled_from([0.5, 0.8, 1.25, 3.0]))
 def test_a_factor_common_to_all_is_folded_in_and_nothing_else_moves(seed: int, factor: float) -> None:
     cost = CostModel(MODEL)
-    truth = Coefficients(*(factor * value for value in dataclasses.astuple(MODEL)))
+    truth = Coefficients(*(factor * value for value in MODEL.vector))
     serve(cost, 18_000 if factor > 2 else 6000, noisy(truth, seed, 0.05), loads(seed))  # so slow, it hardly prefills
     assert max(off_by(cost.coefficients, truth)) < 0.04
     assert cost.prefill.mean == pytest.approx(0.0, abs=0.03)
@@ -194,7 +194,7 @@ def test_multipliers_stay_within_reason_whatever_was_measured(
     steps: list[tuple[StepShape, float]], common: float
 ) -> None:
     samples = np.array([(*shape, seconds) for shape, seconds in steps]).reshape(-1, 7)
-    found = fit_multipliers(np.array(dataclasses.astuple(MODEL)), samples, common)
+    found = fit_multipliers(np.array(MODEL.vector), samples, common)
     assert np.isfinite(found).all()
     assert (found >= common / APART * 0.999).all()
     assert (found <= common * APART * 1.001).all()
@@ -209,7 +209,7 @@ def test_whatever_the_machine_does_coefficients_stay_within_reach(speeds: list[f
         shape, first = next(load)
         shape = with_slice(shape, first, 100) if first >= 0 else shape
         refit.observe(shape, MODEL.predict(shape) * speeds[number // WINDOW % len(speeds)])
-    for now, then in zip(dataclasses.astuple(refit.in_force), dataclasses.astuple(MODEL), strict=True):
+    for now, then in zip(refit.in_force.vector, MODEL.vector, strict=True):
         assert then / REACH * 0.999 <= now <= then * REACH * 1.001
 
 

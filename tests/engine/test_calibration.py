@@ -251,7 +251,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 def _saved(**changes: Any) -> str:
     coefficients = {name: getattr(SLOW, name) for name in SLOW.__slots__}
-    whole = {"format": 1, **{name: getattr(SAMPLE, name) for name in SAMPLE.__dataclass_fields__}}
+    whole = {"format": 2, **{name: getattr(SAMPLE, name) for name in SAMPLE.__dataclass_fields__}}
     return json.dumps(whole | {"coefficients": coefficients} | changes)
 
 

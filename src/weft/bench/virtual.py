@@ -39,6 +39,7 @@ class VirtualExecutor:
 
 def virtual_engine(profile: Profile, truth: Truth) -> Engine:
     scheduler = Scheduler(
+        wave=profile.coefficients.wave,
         policy=slo(CostModel(profile.coefficients), profile.max_num_batched_tokens),
         num_blocks=profile.kv_tokens // profile.block_size,
         block_size=profile.block_size,

@@ -29,6 +29,11 @@ UNITS = {
     "reach": "a token of context that a prefill slice reads",
 }
 
+LUMPS = {
+    "grain": "tokens: steps with prefill fill a multiple of it",
+    "wave": "queries of a slice that read its context together (0: all)",
+}
+
 EPILOG = """\
 It measures real steps, so the machine should be as idle, or as busy, as it will be when it serves. The result is kept
 for this model, device, dtype and these limits, and the engine uses it from then on.
@@ -120,6 +125,7 @@ def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, P
             vocab_size=engine.vocab_size,
             device=device,
             ahead=executor.device.type == "cuda",
+            **executor.lumps._asdict(),
             seconds=arguments.seconds,
             progress=lambda share: advance(int(1000 * share)),
         )
@@ -129,8 +135,10 @@ def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, P
 
 def _show(calibration: "Calibration", file: Path, max_num_batched_tokens: int) -> None:
     print(f"{calibration.device}: {calibration.steps} steps measured\n")
-    for name, value in asdict(calibration.coefficients).items():
-        print(f"{name:<12} {_time(value):>10}   {UNITS.get(name, '')}")
+    for (name, unit), value in zip(UNITS.items(), calibration.coefficients.vector, strict=True):
+        print(f"{name:<12} {_time(value):>10}   {unit}")
+    for name, unit in LUMPS.items():
+        print(f"{name:<12} {getattr(calibration.coefficients, name):>10}   {unit}")
     print()
     tokens = min(max_num_batched_tokens, calibration.largest)
     print(f"decode step          {_time(calibration.decode_step)} (one decode behind 1,000 tokens)")

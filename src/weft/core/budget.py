@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple, Protocol
 
-from weft.core.cost import CostModel, StepShape, with_slice
+from weft.core.cost import CostModel, StepShape
 
 IDLE_STEP = 0.25  # seconds a step may take where nobody decodes, so that a newcomer never waits behind an enormous one
 LEAST_SLICE = 16  # tokens
@@ -68,12 +68,16 @@ class FixedTokens:
         return TokenBudget(self.tokens - load.shape.decodes)
 
     def step(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
-        work = cost.coefficients.token * max(0, self.tokens - decodes)
+        work = self._work(cost, decodes, reach)
         return max(least_step(cost, decodes, context, reach), _aside(cost, decodes, context, reach) + work)
 
     def pace(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
-        work = cost.coefficients.token * max(0, self.tokens - decodes)
-        return work / self.step(cost, decodes, context, gap, reach)
+        return self._work(cost, decodes, reach) / self.step(cost, decodes, context, gap, reach)
+
+    def _work(self, cost: CostModel, decodes: int, reach: float) -> float:
+        """Seconds of prefill in a step; of attention's waves, what they take half-way through the prompt."""
+        c = cost.coefficients
+        return (c.token + c.wave_pair * reach / 2) * max(0, self.tokens - decodes)
 
 
 class WholePrompts(FixedTokens):
@@ -119,7 +123,7 @@ class UpToTheGap:
             return 0.0
         # Where the number of tokens bounds a step, its attention grows with the prompt: a quarter of the end counts.
         c = cost.coefficients
-        work = (c.token + c.pair * reach / 4) * max(0, self.tokens - decodes)
+        work = (c.token + (c.pair + c.wave_pair) * reach / 4) * max(0, self.tokens - decodes)
         full = max(least_step(cost, decodes, context, reach), aside + work)
         return work / full if full < step else 1 - aside / step
 
@@ -175,7 +179,7 @@ class TimeBudget:
         most = min(wanted, self.tokens)
         if most <= 0:
             return 0
-        fitting = self.cost.coefficients.largest_slice(self.shape, first, most, self.seconds)
+        fitting = self.cost.coefficients.best_slice(self.shape, first, most, self.seconds)
         least = min(most, LEAST_SLICE)
         if fitting < least and not self.shape.slices and self._may_squeeze(first, least):
             return least
@@ -183,10 +187,11 @@ class TimeBudget:
 
     def _may_squeeze(self, first: int, count: int) -> bool:
         """Somebody must get on: however slow the machine, and where the target is met without the margin for noise."""
-        return self.idle or self.cost.predict(with_slice(self.shape, first, count)) * self.cost.bias <= self.gap
+        squeezed = self.cost.coefficients.with_slice(self.shape, first, count)
+        return self.idle or self.cost.predict(squeezed) * self.cost.bias <= self.gap
 
     def take(self, first: int, count: int) -> None:
-        self.shape = with_slice(self.shape, first, count)
+        self.shape = self.cost.coefficients.with_slice(self.shape, first, count)
         self.tokens -= count
 
     def tighten(self, seconds: float) -> None:
@@ -202,6 +207,7 @@ def least_step(cost: CostModel, decodes: int, context: float, reach: float) -> f
 
 
 def _aside(cost: CostModel, decodes: int, context: float, reach: float) -> float:
-    """Seconds of a step with a prefill in it that are not the prefill's."""
+    """Seconds of a step with a prefill in it that are not the prefill's. Where there are waves, half of one counts."""
     c = cost.coefficients
-    return c.fixed + c.slice + (c.token + c.decode) * decodes + c.context * context + c.reach * reach
+    read = c.reach * reach * (0.5 if c.wave else 1.0)
+    return c.fixed + c.slice + (c.token + c.decode) * decodes + c.context * context + read

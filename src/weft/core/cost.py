@@ -2,18 +2,23 @@
 
 It is shaped by physics. A forward pass reads all weights once and does arithmetic for every token, and whichever takes
 longer bounds it; attention comes on top: prefill pays for pairs of query and key, decode for reading its context.
+
+A GPU takes some things in lumps. A prefill slice's queries go through attention in waves that each read the whole
+context: a few queries cost as much as a full wave. And a step may be run as if it had more tokens (`grain`).
 """
 
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass, field, fields
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.refit import Refit
+
+BETTER = 1.02  # how many times as many tokens a second a slice must bring that is smaller than it could be
 
 
 class StepShape(NamedTuple):
@@ -24,12 +29,17 @@ class StepShape(NamedTuple):
     slices: int = 0  # prefill slices
     decodes: int = 0
     context: int = 0  # tokens of context that its decodes read
-    reach: int = 0  # tokens of context that its prefill slices read, their own included
+    reach: int = 0  # tokens of context that its prefill slices read, their own included: once, or once for every wave
 
 
 def slice_pairs(first: int, count: int) -> float:
     """Query-key pairs of a prefill slice: each token sees all before it, and itself."""
     return count * (first + (count + 1) / 2)
+
+
+def slice_reach(first: int, count: int, wave: int) -> int:
+    """Tokens of context that a prefill slice reads."""
+    return (first + count) * -(-count // wave) if wave else first + count
 
 
 def decodes_alone(count: int, context: int) -> StepShape:
@@ -48,15 +58,43 @@ class Coefficients:
     slice: float  # one prefill slice more
     decode: float  # one decode more
     context: float  # one token of context that a decode reads
-    reach: float = 0.0  # one token of context that a prefill slice reads, however many queries it brings
+    reach: float = 0.0  # one token of context that a wave of a prefill slice reads, however many queries it has
+    # No seconds, but tokens: a step with a prefill takes as long as with the next multiple of so many,
+    grain: int = field(default=1, kw_only=True)
+    # and so many queries of a slice read the context together; 0: all of them.
+    wave: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in zip(NAMES, self.vector, strict=True):
             if not 0 <= value < math.inf:
                 raise ValueError(f"coefficient {name}={value} must be a number of seconds, at least 0")
+        if self.grain < 1 or self.wave < 0:
+            raise ValueError(f"grain={self.grain} must be at least 1 and wave={self.wave} at least 0 tokens")
+
+    @property
+    def vector(self) -> tuple[float, ...]:
+        """All that are seconds, in the order of NAMES."""
+        return astuple(self)[:-2]
+
+    @property
+    def wave_pair(self) -> float:
+        """Seconds of one query over one key in a full wave, beside those of the pair."""
+        return self.reach / self.wave if self.wave else 0.0
+
+    def with_slice(self, shape: StepShape, first: int, count: int) -> StepShape:
+        return with_slice(shape, first, count, self.wave)
+
+    def padded(self, shape: StepShape) -> StepShape:
+        """With as many tokens as it takes the time of."""
+        return shape if self.grain == 1 or not shape.slices else shape._replace(tokens=self._places(shape.tokens))
+
+    def _places(self, tokens: int) -> int:
+        return -(-tokens // self.grain) * self.grain
 
     def predict(self, shape: StepShape) -> float:
         tokens, pairs, slices, decodes, context, reach = shape
+        if slices and self.grain > 1:
+            tokens = self._places(tokens)
         return (
             self.fixed
             + max(self.weights, self.token * tokens)
@@ -68,40 +106,48 @@ class Coefficients:
         )
 
     def prefill_seconds(self, first: int, count: int) -> float:
-        """What `count` tokens behind `first` add to steps that are bound by arithmetic."""
-        return self.token * count + self.pair * slice_pairs(first, count)
+        """What `count` tokens behind `first` add to steps that are bound by arithmetic, in full waves."""
+        return self.token * count + (self.pair + self.wave_pair) * slice_pairs(first, count)
 
     def largest_slice(self, shape: StepShape, first: int, most: int, limit: float) -> int:
         """The most tokens of a prefill behind `first` (up to `most`) that keep a step of `shape` within `limit`."""
-        if self.predict(with_slice(shape, first, most)) <= limit:
+        if self.predict(self.with_slice(shape, first, most)) <= limit:
             return most
-        # Seconds grow with the square of the slice; they must fit whether arithmetic or bytes bind. Rounding is put
-        # right by a step or two.
-        spare = limit - self.predict(with_slice(shape, first, 0)) + max(self.weights, self.token * shape.tokens)
-        square, linear = self.pair / 2, self.pair * (first + 0.5) + self.reach
-        by_work = _positive_root(square, linear + self.token, spare - self.token * shape.tokens)
-        by_bytes = _positive_root(square, linear, spare - self.weights)
-        count = int(min(by_work, by_bytes, most - 1))
-        while count > 0 and self.predict(with_slice(shape, first, count)) > limit:
-            count -= 1
-        while count < most and self.predict(with_slice(shape, first, count + 1)) <= limit:
-            count += 1
-        return count
+        fits, too_many = 0, most  # seconds never fall with the slice, but grow in lumps
+        while too_many - fits > 1:
+            count = (fits + too_many) // 2
+            if self.predict(self.with_slice(shape, first, count)) <= limit:
+                fits = count
+            else:
+                too_many = count
+        return fits
+
+    def _whole(self, shape: StepShape, count: int) -> int:
+        """The largest slice, of no more than `count`, that leaves no room in the step."""
+        return (shape.tokens + count) // self.grain * self.grain - shape.tokens
+
+    def best_slice(self, shape: StepShape, first: int, most: int, limit: float) -> int:
+        """The same, but without what only begins another lump, where more tokens a second are done without it."""
+        best = largest = self.largest_slice(shape, first, most, limit)
+        if 0 < largest < most:
+            seconds = self.predict(self.with_slice(shape, first, best))
+            waves = largest // self.wave * self.wave if self.wave else largest
+            for count in (self._whole(shape, largest), waves, self._whole(shape, waves)):
+                if 0 < count < largest:
+                    without = self.predict(self.with_slice(shape, first, count))
+                    if count * seconds > BETTER * best * without:
+                        best, seconds = count, without
+        return best
 
 
-def _positive_root(square: float, linear: float, amount: float) -> float:
-    """The largest x with square * x * x + linear * x <= amount; 0 where there is none above."""
-    if amount <= 0:
-        return 0.0
-    divisor = linear + math.sqrt(linear * linear + 4 * square * amount)
-    return 2 * amount / divisor if divisor > 0 else math.inf
+NAMES = tuple(one.name for one in fields(Coefficients))[:-2]
 
 
-def with_slice(shape: StepShape, first: int, count: int) -> StepShape:
+def with_slice(shape: StepShape, first: int, count: int, wave: int = 0) -> StepShape:
     """The shape with one prefill slice more."""
     tokens, pairs, slices, decodes, context, reach = shape
     pairs += slice_pairs(first, count)
-    return StepShape(tokens + count, pairs, slices + 1, decodes, context, reach + first + count)
+    return StepShape(tokens + count, pairs, slices + 1, decodes, context, reach + slice_reach(first, count, wave))
 
 
 FIT_ROUNDS = 20
@@ -217,13 +263,15 @@ class CostModel:
         return Errors(p50, p99)
 
 
-def fit(shapes: Sequence[StepShape], seconds: Sequence[float]) -> Coefficients:
+def fit(shapes: Sequence[StepShape], seconds: Sequence[float], grain: int = 1, wave: int = 0) -> Coefficients:
     """The coefficients that explain measurements best, in relative error, none of them negative.
 
     Which steps are bound by bytes depends on the coefficients, so the two are found in turns; and a measurement that is
     far off counts in proportion to its error, not to the square of it.
     """
     features = np.array(shapes, np.float64)
+    prefills = features[:, 2] > 0
+    features[prefills, 0] = np.ceil(features[prefills, 0] / grain) * grain
     tokens, others = features[:, :1], features[:, 1:]
     measured = np.array(seconds, np.float64)
     by_bytes = tokens <= np.median(tokens)
@@ -238,7 +286,7 @@ def fit(shapes: Sequence[StepShape], seconds: Sequence[float]) -> Coefficients:
         trust = np.minimum(1.0, HUBER * spread / np.maximum(errors, 1e-12))
         by_bytes = solution[2] * tokens <= max(0.0, solution[1] - solution[0])
     fixed, with_weights, *rest = solution.tolist()
-    return Coefficients(fixed, max(0.0, with_weights - fixed), *rest)
+    return Coefficients(fixed, max(0.0, with_weights - fixed), *rest, grain=grain, wave=wave)
 
 
 def _non_negative(design: NDArray[np.float64], trust: NDArray[np.float64]) -> NDArray[np.float64]:

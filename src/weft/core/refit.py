@@ -9,7 +9,6 @@ Time is cut into windows. What one window taught is judged on the next, beside w
 """
 
 import math
-from dataclasses import astuple
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -84,7 +83,7 @@ class Refit:
         # predicted, as the cost model counts it.
         self.mean = 0.0
         self.variance = 0.0
-        self._start = np.array(astuple(coefficients))
+        self._start = np.array(coefficients.vector)
         self._vector = self._start
         self._candidate: Candidate | None = None
         self._past = (np.empty((0, COLUMNS)), np.empty((0, COLUMNS)))
@@ -94,7 +93,7 @@ class Refit:
         """Takes one served step in. Coefficients come back at the moment when they take force."""
         if not 0 < seconds < math.inf:
             return None
-        (self._prefill if shape.slices else self._decode).add(shape, seconds)
+        (self._prefill if shape.slices else self._decode).add(self.in_force.padded(shape), seconds)
         self._steps += 1
         if self._steps < self._due:
             return None
@@ -140,7 +139,7 @@ class Refit:
 
     def _put_in_force(self, vector: Array, window: Window) -> None:
         self._vector = vector
-        self.in_force = type(self.in_force)(*vector.tolist())
+        self.in_force = type(self.in_force)(*vector.tolist(), grain=self.in_force.grain, wave=self.in_force.wave)
         self.mean, self.variance = _moments(_log_errors(vector, window), window.seen)
 
     def _learn(self, window: Window) -> None:

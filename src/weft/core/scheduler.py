@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from weft.core.admission import Prefill
 from weft.core.blocks import BlockPool
 from weft.core.budget import BATCH_SHARE, Budget, StepLoad
-from weft.core.cost import StepShape, decodes_alone, slice_pairs
+from weft.core.cost import StepShape, decodes_alone, slice_pairs, slice_reach
 from weft.core.draft import NO_SLOTS, Draft, ints
 from weft.core.policies import Policy
 from weft.core.prefix import PrefixCache
@@ -44,8 +44,10 @@ class Scheduler:
         max_queued_requests: int | None = None,
         max_queued_tokens: int | None = None,
         tenant_weights: Mapping[str, float] | None = None,
+        wave: int = 0,
     ) -> None:
         self.policy = policy
+        self.wave = wave  # queries of a prefill slice that read its context together; 0: all
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.num_blocks = num_blocks
@@ -670,7 +672,7 @@ class Scheduler:
             slices=len(prefills),
             decodes=num_decodes,
             context=context,
-            reach=sum(first + count for _, first, count in prefills),
+            reach=sum(slice_reach(first, count, self.wave) for _, first, count in prefills),
         )
         return StepPlan(
             number=self._steps,

@@ -3,14 +3,14 @@
 import gc
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.core import CostModel, Policy, Scheduler, Targets, chunked, monolithic, slo
 from weft.core.slots import Slots
 from weft.engine.calibration import Calibration, calibrate, calibration_file, load_calibration, save_calibration
 from weft.engine.cpu import prepare_cpu
 from weft.engine.engine import Engine, Promises
-from weft.engine.executor import Executor
+from weft.engine.executor import Executor, Lumps
 from weft.engine.loop import Loop
 from weft.engine.options import EngineOptions
 from weft.engine.structured import Grammars
@@ -54,7 +54,7 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
         torch.cuda.empty_cache()
     model = load_model(path, config, dtype=dtype, device=device, max_model_len=longest, load_format=options.load_format)
     build = _on_gpu if device.type == "cuda" else _on_cpu
-    executor, num_blocks = build(options, model, longest, device)
+    executor, num_blocks, lumps = build(options, model, longest, device)
     max_model_len = _fit_context(options, longest, num_blocks)
     promises = None
     if options.makes_promises:
@@ -67,7 +67,7 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
         name = device_name(device)
         file = calibration_file(path, dtype=str(dtype), device=name, **limits)
         measuring = {**limits, "num_blocks": num_blocks, "vocab_size": config.vocab_size, "device": name}
-        measuring["ahead"] = device.type == "cuda"
+        measuring |= {"ahead": device.type == "cuda", **lumps._asdict()}
         promises = _promises(options, _calibration(file, executor, measuring))
     scheduler = Scheduler(
         policy=_policy(options, promises),
@@ -77,6 +77,7 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
         enable_prefix_caching=options.enable_prefix_caching,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
+        wave=lumps.wave,
     )
     eos_ids = (*config.eos_token_ids, *eos_ids)
     return Engine(
@@ -90,8 +91,13 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
     )
 
 
-def _on_cpu(options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device") -> tuple[Executor, int]:
-    """The executor, and how many blocks its KV cache has."""
+class _Built(NamedTuple):
+    executor: Executor
+    num_blocks: int  # of its KV cache
+    lumps: Lumps
+
+
+def _on_cpu(options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device") -> _Built:
     from weft.engine.torch_executor import TorchExecutor
 
     memory = options.kv_cache_memory_bytes or min(_available_memory() // 4, 8 << 30)  # shared with everything else
@@ -104,11 +110,11 @@ def _on_cpu(options: EngineOptions, model: "CausalLM", longest: int, device: "to
         vocab_size=model.config.vocab_size,
         device=device,
     )
-    return executor, num_blocks
+    return _Built(executor, num_blocks, executor.lumps)
 
 
-def _on_gpu(options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device") -> tuple[Executor, int]:
-    """The same. The largest steps are run, and the largest graph is captured, before the KV cache takes what is left:
+def _on_gpu(options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device") -> _Built:
+    """The largest steps are run, and the largest graph is captured, before the KV cache takes what is left:
     so memory cannot run out later.
     """
     import torch
@@ -129,7 +135,7 @@ def _on_gpu(options: EngineOptions, model: "CausalLM", longest: int, device: "to
     executor.use(_pool(options, model, num_blocks + 1, device))
     with work_progress("capturing graphs", executor.num_graphs, sys.stderr.isatty()) as advance:
         executor.capture(progress=advance)
-    return executor, num_blocks
+    return _Built(executor, num_blocks, executor.lumps)
 
 
 def _pool(options: EngineOptions, model: "CausalLM", num_blocks: int, device: "torch.device") -> "KVPool":

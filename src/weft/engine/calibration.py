@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import BlockUpdates, Coefficients, StepPlan, StepShape
-from weft.core.cost import fit, slice_pairs, with_slice
+from weft.core.cost import fit, slice_pairs, slice_reach, with_slice
 from weft.engine.executor import Executor, SlotSetup, StepInputs
 from weft.engine.params import SamplingParams
 from weft.errors import EngineError
@@ -31,7 +31,7 @@ from weft.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 1  # of the file; another one is measured anew
+FORMAT = 2  # of the file; another one is measured anew
 STEP_SHARE = 0.1  # of the measuring time: no step is meant to take more
 CLIMB_SHARES = (0.18, 0.3, 0.36, 0.45)  # of the measuring time: when each of the ladders must be done
 EXPLORE_SHARE = 0.65  # of the measuring time: these and the mixtures; what is left repeats
@@ -77,13 +77,16 @@ def calibrate(
     vocab_size: int,
     device: str,
     ahead: bool = False,
+    grain: int = 1,
+    wave: int = 0,
     seconds: float = 5.0,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Calibration:
     """Measures for about `seconds`, after a warm-up. The executor must be idle, and its KV cache hold nothing of worth.
 
     `ahead` says that the executor prepares a step while the one before runs, so that the host's part of it takes no
-    time in service, and must take none here. `progress` is called with the share of the time that is gone. Afterwards
+    time in service, and must take none here; `grain` and `wave`, in which lumps it works (see `Coefficients`).
+    `progress` is called with the share of the time that is gone. Afterwards
     nothing is in flight; slots and block tables keep what was in them, which the scheduler's plans overwrite as they
     hand them out.
     """
@@ -94,7 +97,7 @@ def calibrate(
         length=max_model_len,
         tokens=max_num_batched_tokens,
     )
-    survey = _Survey(_Rig(executor, bounds, vocab_size, ahead), seconds, progress)
+    survey = _Survey(_Rig(executor, bounds, vocab_size, ahead), grain, wave, seconds, progress)
     survey.explore()
     survey.repeat()
     return survey.conclude(device)
@@ -224,7 +227,7 @@ class _Bounds(NamedTuple):
         written = sum(-(-count // self.block_size) for _, count in mix.slices)
         return (
             0 < len(ends) <= self.rows
-            and mix.shape.tokens <= self.tokens
+            and mix.tokens <= self.tokens
             and max(ends) <= self.length
             and written <= max(1, self.blocks - self.rows)
             and sum(-(-end // self.block_size) for end in ends) <= self.blocks
@@ -238,14 +241,17 @@ class _Mix(NamedTuple):
     slices: tuple[tuple[int, int], ...] = ()  # tokens of context and of the slice itself
 
     @property
-    def shape(self) -> StepShape:
+    def tokens(self) -> int:
+        return len(self.decodes) + sum(count for _, count in self.slices)
+
+    def shape(self, wave: int = 0) -> StepShape:
         return StepShape(
-            tokens=len(self.decodes) + sum(count for _, count in self.slices),
+            tokens=self.tokens,
             pairs=sum(slice_pairs(first, count) for first, count in self.slices),
             slices=len(self.slices),
             decodes=len(self.decodes),
             context=sum(self.decodes) + len(self.decodes),
-            reach=sum(first + count for first, count in self.slices),
+            reach=sum(slice_reach(first, count, wave) for first, count in self.slices),
         )
 
 
@@ -297,7 +303,7 @@ class _Rig:
             samples=np.ones(len(first), np.bool_),
             last=np.zeros(len(first), np.bool_),
             num_decodes=decodes,
-            shape=mix.shape,
+            shape=mix.shape(),
             joined=[],
             new_blocks=BlockUpdates(*np.concatenate(updates, axis=1)),
             cached_tokens=0,
@@ -349,8 +355,9 @@ def _greedy(slot: int) -> SlotSetup:
 class _Survey:
     """Which mixes are measured, and what was found: the seconds of every step, by mix."""
 
-    def __init__(self, rig: _Rig, seconds: float, progress: Callable[[float], None]) -> None:
+    def __init__(self, rig: _Rig, grain: int, wave: int, seconds: float, progress: Callable[[float], None]) -> None:
         self.rig = rig
+        self.grain, self.wave = grain, wave
         self.seconds = seconds
         self.progress = progress
         self.found: dict[_Mix, list[float]] = {}
@@ -390,13 +397,13 @@ class _Survey:
 
     def conclude(self, device: str) -> Calibration:
         mixes = list(self.found)
-        shapes = [mix.shape for mix in mixes]
+        shapes = [mix.shape(self.wave) for mix in mixes]
         medians = list(self.median.values())
         errors = self._held_out_errors(shapes, medians)
         mean, spread = _without_hiccups(errors)
         relative = np.abs(np.expm1(errors))
         return Calibration(
-            coefficients=fit(shapes, medians),
+            coefficients=self._fit(shapes, medians),
             mean=mean,
             spread=spread,
             error_p50=float(np.quantile(relative, 0.5)),
@@ -406,6 +413,9 @@ class _Survey:
             device=device,
         )
 
+    def _fit(self, shapes: list[StepShape], medians: list[float]) -> Coefficients:
+        return fit(shapes, medians, self.grain, self.wave)
+
     def _held_out_errors(self, shapes: list[StepShape], medians: list[float]) -> NDArray[np.float64]:
         """log(measured / predicted) of every step, predicted by a fit to the shapes of the other folds."""
         fold = self._random.permutation(len(shapes)) % FOLDS
@@ -413,7 +423,7 @@ class _Survey:
         errors: list[float] = []
         for held_out in range(min(FOLDS, len(shapes))):
             known = np.flatnonzero(fold != held_out).tolist()
-            coefficients = fit([shapes[i] for i in known], [medians[i] for i in known])
+            coefficients = self._fit([shapes[i] for i in known], [medians[i] for i in known])
             for i in np.flatnonzero(fold == held_out).tolist():
                 predicted = max(coefficients.predict(shapes[i]), 1e-9)
                 errors += [math.log(seconds / predicted) for seconds in measured[i]]
@@ -432,14 +442,14 @@ class _Survey:
 
     def _draw(self, ranges: "_Ranges") -> _Mix | None:
         """A new mix that is not expected to take too long, or the cheapest of many; None where nothing new is left."""
-        coefficients = fit([mix.shape for mix in self.median], list(self.median.values()))
+        coefficients = self._fit([mix.shape(self.wave) for mix in self.median], list(self.median.values()))
         most = self.seconds * STEP_SHARE / 2  # expected; the truth may be higher
         cheapest: tuple[float, _Mix] | None = None
         for _ in range(200):
             mix = ranges.draw(self._random)
             if not self.rig.bounds.allow(mix) or mix in self.found:
                 continue
-            expected = coefficients.predict(mix.shape)
+            expected = coefficients.predict(mix.shape(self.wave))
             if cheapest is None or expected < cheapest[0]:
                 cheapest = expected, mix
             if expected <= most:

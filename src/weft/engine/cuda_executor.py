@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core import StepPlan
-from weft.engine.executor import StepInputs, StepResult, TokenLogprobs
-from weft.engine.graphs import Cut, Pieces, Whole, decode_sizes, mixed_sizes
+from weft.engine.executor import Lumps, StepInputs, StepResult, TokenLogprobs
+from weft.engine.graphs import GRAIN, WASTE, Cut, Pieces, Whole, decode_sizes, mixed_sizes
 from weft.engine.sampling import Sampler, hashed_uniform
 from weft.engine.staging import DEPTH, NOBODY, Board, Courier, Rows, Tokens, bits, pinned
 from weft.kernels import flashinfer
@@ -62,7 +62,7 @@ class CudaExecutor:
         self._tables = torch.zeros((limits.slots, self._columns), dtype=torch.int32, device=device)
         self._blocks = np.zeros((limits.slots, self._columns), np.int32)  # the same, for the host
         self._last_token = torch.zeros(limits.slots, dtype=torch.int32, device=device)
-        self._mixed_sizes = mixed_sizes(limits.max_num_batched_tokens)
+        self._mixed_sizes = mixed_sizes(limits.max_num_batched_tokens, _layer_parameters(model))
         most = max(self._mixed_sizes, default=0)
         self._row_board = Board(Rows.nobody(), limits.max_num_seqs, device)
         self._token_board = Board(Tokens.nobody(), most, device)
@@ -82,6 +82,8 @@ class CudaExecutor:
         self._flashinfer = flashinfer.FlashInfer(*kind, limits.max_model_len, device) if usable else None
         self._decodes: dict[int, Whole] = {}
         self._mixed: dict[int, Pieces] = {}
+        wave = flashinfer.TILE * sm_count(device) // config.num_heads // flashinfer.TILE * flashinfer.TILE
+        self.lumps = Lumps(GRAIN if model.can_be_captured else 1, max(flashinfer.TILE, wave) if usable else 0)
         self._returns = cycle([pinned(limits.max_num_seqs) for _ in range(DEPTH)])
         self._pending: CudaPending | None = None
         self.use(kv)
@@ -183,7 +185,7 @@ class CudaExecutor:
         tokens, decodes = self._tokens_of(plan, inputs), plan.num_decodes
         prefills = self._prefills(plan) if decodes < len(plan.slots) else None
         size = _fitting(self._mixed, plan.num_tokens)
-        if size is not None and prefills is not None and not all_rows:
+        if size is not None and size <= WASTE * plan.num_tokens + GRAIN and prefills is not None and not all_rows:
             self._token_board.send(tokens, size)
             planned, span = prefills, slice(decodes, plan.num_tokens)
             return self._mixed[size].replay(lambda heads, q, out: planned.attend(heads, q[span], out[span]))
@@ -339,6 +341,10 @@ class CudaPending:
 def _fitting(sizes: dict[int, Whole] | dict[int, Pieces], count: int) -> int | None:
     """The smallest graph for so many."""
     return min((size for size in sizes if size >= count), default=None)
+
+
+def _layer_parameters(model: CausalLM) -> int:
+    return sum(parameter.numel() for parameter in model.layers[-1].parameters())
 
 
 def _event() -> torch.cuda.Event:

@@ -48,6 +48,13 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: for first+1, first+2, ...
 
 
+class Lumps(NamedTuple):
+    """In what amounts an executor takes its work, in tokens."""
+
+    grain: int = 1  # a step with prefill takes as long as with the next multiple of so many
+    wave: int = 0  # queries of a prefill slice that read its context together; 0: all
+
+
 class PendingStep(Protocol):
     def result(self) -> StepResult:
         """Waits for the step. Raises what the step raised."""

@@ -14,6 +14,9 @@ from torch import Tensor
 from weft.kernels.attention import Heads
 
 Cut = Callable[[Heads, Tensor, Tensor], None]
+GRAIN = 128  # tokens from one size of a mixed step to the next, but for the largest
+WASTE = 1.25  # of the tokens that a step has, how many it is worth to run for the sake of a graph
+LAUNCHING = 1 << 37  # tokens times parameters of a layer that take the device as long as the host takes to launch one
 
 
 class Whole:
@@ -89,14 +92,15 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return sorted({*ladder, max_num_seqs})
 
 
-def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Numbers of tokens to capture mixed steps for. Above these the device takes longer than the host.
+def mixed_sizes(max_num_batched_tokens: int, layer_parameters: int) -> list[int]:
+    """Numbers of tokens to capture mixed steps for: as many as the host takes longer to launch than the device to do.
 
     Of the sizes between these, many take as long as the next larger one or longer: cuBLAS has no good kernel for them
     (Llama-3-8B on an H200: 14.0 ms for 448 tokens, 10.3 for 512).
     """
-    most = min(max_num_batched_tokens, 2048)
-    return sorted({*_ladder((64, 128, 64), (128, 2049, 128), most=most), most})
+    most = min(max_num_batched_tokens, max(2048, min(LAUNCHING // layer_parameters, 8192)))
+    parts = ((64, GRAIN, 64), (GRAIN, 1024, GRAIN), (1024, 2048, 256), (2048, 1 << 20, 2048))
+    return sorted({*_ladder(*parts, most=most), most})
 
 
 def _ladder(*parts: tuple[int, int, int], most: int) -> list[int]:

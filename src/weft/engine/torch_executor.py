@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core import StepPlan
-from weft.engine.executor import StepInputs, StepResult
+from weft.engine.executor import Lumps, StepInputs, StepResult
 from weft.engine.sampling import Sampler
 from weft.kernels.reference import ReferenceAttention
 from weft.kv import KVPool
@@ -22,6 +22,8 @@ class TorchExecutor:
 
     One worker thread runs the steps in order, so that `submit` returns at once and the next step can be planned.
     """
+
+    lumps = Lumps()
 
     def __init__(
         self,

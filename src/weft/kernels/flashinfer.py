@@ -14,6 +14,7 @@ from weft.kv import KVPool
 WORKSPACE = 128 << 20  # bytes
 MOST_GATHERED = 1 << 16  # tokens
 WORTH = 20_000  # queries, counted head by head, that must read a key for copying it to pay
+TILE = 128  # queries of one head that a program takes, with the whole context to read; each multiprocessor holds one
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 

@@ -59,6 +59,7 @@ def run_policy(
     progress: Callable[[int], None] = lambda arrived: None,
 ) -> Played:
     scheduler = Scheduler(
+        wave=profile.coefficients.wave,
         policy=make_policy(name, profile),
         num_blocks=profile.kv_tokens // profile.block_size,
         block_size=profile.block_size,
