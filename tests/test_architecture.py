@@ -23,7 +23,8 @@ ALLOWED = {
     "observe": {"core"},
     "serve": {"core", "llm", "engine", "observe", "text"},
     "bench": {"core", "engine", "models", "sim"},
-    "cli": {"core", "llm", "serve", "engine", "sim", "bench", "progress"},
+    "load": {"sim", "text"},
+    "cli": {"core", "llm", "serve", "engine", "sim", "bench", "load", "progress"},
 }
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from weft.cli import interference, latency, offline, streams
+from weft.cli import interference, latency, load, offline, streams
 
 SIZES = (1, 64, 256, 1024, 4096)
 
@@ -29,6 +29,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
     scheduler.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     scheduler.set_defaults(run=run_scheduler)
+    load.register(kinds)
     offline.register(kinds)
     latency.register(kinds)
     interference.register(kinds)

@@ -1,0 +1,328 @@
+"""`weft bench serve`: measures any OpenAI-compatible server from outside."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft import __version__
+from weft.errors import EngineError, OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from weft.load.ask import Ask
+    from weft.load.client import Client
+    from weft.load.drive import Run
+    from weft.load.prompts import Count
+    from weft.load.workload import Wish
+
+DEFINED = ("ttft", "gap", "itl", "tpot", "e2el", "lag")
+SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
+SLOW_CLIENT_MS = 50.0  # lag at the 99th percentile from which the figures say more about the client
+
+EPILOG = """\
+examples:
+  weft bench serve --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 40 --input-len 100 --output-len 20
+  weft bench serve --url URL --trace AzureLLMInferenceTrace_conv.csv --duration 60 --rate-scale 0.1
+  weft bench serve --url URL --max-concurrency 16 --input-len 100:1024 --output-len lognormal:200,0.8
+
+Lengths are N (always so many tokens), LOW:HIGH (evenly between, both included), lognormal:MEDIAN,SIGMA, or a FILE with
+one whole number a line.
+"""
+
+
+def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "serve",
+        help="measure any OpenAI-compatible server",
+        description="Sends requests to a server as many users would, and tells what they saw. Options have the names "
+        "that vLLM's benchmark has for them.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--url", required=True, help="of the server, with or without /v1")
+    add("--model", help="name of the model (default: the first that the server names)")
+    add(
+        "--endpoint",
+        choices=("completions", "chat"),
+        default="completions",
+        help="which interface is used (default: completions)",
+    )
+    add("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
+    load = parser.add_argument_group("what is sent")
+    add = load.add_argument
+    add("--num-prompts", type=int, metavar="N", help="requests (default: 100, or all of a trace)")
+    add("--input-len", default="256", metavar="LENGTHS", help="tokens of a prompt (default: 256)")
+    add("--output-len", default="128", metavar="LENGTHS", help="tokens of an answer (default: 128)")
+    add("--trace", type=Path, metavar="FILE", help="Azure's CSV or Mooncake's JSON lines: times, lengths and prefixes")
+    add("--sharegpt", type=Path, metavar="FILE.json", help="conversations: the first turn is asked")
+    add("--rate-scale", type=float, default=1.0, metavar="X", help="a trace X times as fast (default: 1)")
+    add("--seed", type=int, default=0, metavar="N", help="of times, lengths and words (default: 0)")
+    add("--tokenizer", type=Path, metavar="DIR", help="count tokens with this one instead of asking the server")
+    add("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
+    when = parser.add_argument_group("when it is sent")
+    add = when.add_argument
+    add("--request-rate", type=float, default=math.inf, metavar="R", help="requests a second (default: all at once)")
+    add("--pattern", choices=("poisson", "constant", "ramp"), default="poisson", help="default: poisson")
+    add("--burstiness", type=float, default=1.0, metavar="B", help="below 1: in bursts, above: evenly (default: 1)")
+    add("--ramp-to", type=float, metavar="R", help="with --pattern ramp: the rate at the end")
+    add("--max-concurrency", type=int, metavar="N", help="most requests under way; without a rate, so many users")
+    add("--duration", type=float, default=math.inf, metavar="S", help="send for so many seconds, then wait for answers")
+    add("--timeout", type=float, default=600.0, metavar="S", help="for one answer (default: 600)")
+    told = parser.add_argument_group("what is told")
+    add = told.add_argument
+    add("--warmup", type=float, default=0.0, metavar="S", help="leave out who was due in the first S seconds")
+    add("--cooldown", type=float, default=0.0, metavar="S", help="leave out who was due in the last S seconds")
+    add(
+        "--goodput",
+        nargs="+",
+        metavar="NAME:MS",
+        help="count requests that keep all of these: ttft, tpot, e2el, gap (99%% of the gaps), as ttft:1000 gap:100",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write all figures as a JSON object, with vLLM's names")
+    add("--save-detailed", action="store_true", help="with --json: every request with the times of its chunks")
+    add("--no-progress", dest="progress", action="store_false", help="no live view")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from weft.load.figures import Goals
+
+    _check(arguments)
+    goals = Goals.parse(arguments.goodput) if arguments.goodput else None
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise OptionError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
+    measured = _run(_measure(arguments))
+    found = _figures(measured, arguments, goals)
+    _show(found)
+    if arguments.json is not None:
+        _write(arguments.json, found if not arguments.save_detailed else {**found, "requests": _detailed(measured)})
+    return 130 if measured.was_interrupted else 0 if found["completed"] else 1
+
+
+def _run(measuring: "Coroutine[Any, Any, Run]") -> "Run":
+    """On the fastest event loop that there is."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(measuring)
+    return uvloop.run(measuring)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("num_prompts", "max_concurrency"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise OptionError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    for name in ("rate_scale", "duration", "timeout", "request_rate"):
+        if not getattr(arguments, name) > 0:
+            raise OptionError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be above 0")
+    for name in ("warmup", "cooldown", "temperature"):
+        if not getattr(arguments, name) >= 0:
+            raise OptionError(f"--{name} {getattr(arguments, name)} must be at least 0")
+    if arguments.trace is not None and arguments.sharegpt is not None:
+        raise OptionError(f"--trace {arguments.trace} and --sharegpt {arguments.sharegpt}: give one of them")
+
+
+async def _measure(arguments: argparse.Namespace) -> "Run":
+    """Sends everything. Interrupted, it gives what is known by then."""
+    from weft.load.client import Client
+    from weft.load.drive import Run, drive
+    from weft.load.live import live_view
+
+    run = Run()
+    key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
+    options = {"endpoint": arguments.endpoint, "key": key, "temperature": arguments.temperature}
+    async with Client(arguments.url, arguments.model, timeout=arguments.timeout, **options) as client:
+        await client.meet()
+        arguments.model = client.model
+        asks = await _asks(arguments, client)
+        open_loop = arguments.trace is not None or arguments.request_rate < math.inf or not arguments.max_concurrency
+        show = arguments.progress and sys.stderr.isatty()
+        async with live_view(run, show):
+            driving = asyncio.create_task(
+                drive(
+                    client,
+                    asks,
+                    concurrency=arguments.max_concurrency,
+                    open_loop=open_loop,
+                    duration=arguments.duration,
+                    run=run,
+                )
+            )
+            with _interrupting(driving), contextlib.suppress(asyncio.CancelledError):
+                await driving
+    return run
+
+
+@contextlib.contextmanager
+def _interrupting(task: "asyncio.Task[Run]") -> Any:
+    """Ctrl-C ends the run; what is known is told."""
+    loop = asyncio.get_running_loop()
+    try:
+        loop.add_signal_handler(signal.SIGINT, task.cancel)
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    except (NotImplementedError, RuntimeError):  # not on the main thread, or not on this system
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def _asks(arguments: argparse.Namespace, client: "Client") -> "list[Ask]":
+    from weft.load.prompts import Atoms, make_asks
+    from weft.load.workload import cut
+
+    count = _counter(arguments, client)
+    wishes = await _wishes(arguments, count)
+    longest = await _context(client)
+    if longest is not None:
+        wishes, left_out = cut(wishes, longest)
+        if left_out:
+            print(f"{left_out} requests are longer than the model's {longest} tokens and are left out", file=sys.stderr)
+    if not wishes:
+        raise OptionError("no requests are left to send: choose shorter lengths, or another trace")
+    atoms = await Atoms.find(count)
+    if arguments.trace is not None:  # a few of its prompts may be shorter than what a server puts around one
+        wishes = [wish._replace(prompt_tokens=max(wish.prompt_tokens, atoms.least)) for wish in wishes]
+    return await make_asks(wishes, atoms, arguments.seed, count)
+
+
+async def _wishes(arguments: argparse.Namespace, count: "Count") -> "list[Wish]":
+    import numpy as np
+
+    from weft.load import workload
+
+    random = np.random.default_rng(arguments.seed)
+    if arguments.trace is not None:
+        wishes = workload.of_trace(
+            arguments.trace, rate_scale=arguments.rate_scale, duration=None, count=arguments.num_prompts
+        )
+        return [wish for wish in wishes if wish.at <= arguments.duration]
+    number = arguments.num_prompts or 100
+    conversations = []
+    if arguments.sharegpt is not None:
+        conversations = await workload.of_sharegpt(arguments.sharegpt, arguments.num_prompts, count, random)
+        number = len(conversations)
+    times = workload.arrival_times(
+        number,
+        arguments.request_rate,
+        pattern=arguments.pattern,
+        burstiness=arguments.burstiness,
+        ramp_to=arguments.ramp_to,
+        random=random,
+    )
+    if conversations:
+        return [wish._replace(at=float(at)) for wish, at in zip(conversations, times, strict=True)]
+    prompt = workload.parse_lengths(arguments.input_len, "--input-len")
+    output = workload.parse_lengths(arguments.output_len, "--output-len")
+    return workload.drawn(number, times, prompt, output, random)
+
+
+def _counter(arguments: argparse.Namespace, client: "Client") -> "Count":
+    from weft.load.prompts import local_count
+
+    if arguments.tokenizer is None:
+        return client.count
+    if arguments.endpoint == "chat":
+        raise OptionError("--tokenizer counts prompts, not conversations: use --endpoint completions, or leave it out")
+    return local_count(arguments.tokenizer)
+
+
+async def _context(client: "Client") -> int | None:
+    """Tokens of the model's context, where the server tells."""
+    models = await client.get("/v1/models")
+    for model in (models or {}).get("data", ()):
+        if model.get("id") == client.model and model.get("max_model_len"):
+            return int(model["max_model_len"])
+    return None
+
+
+def _figures(run: "Run", arguments: argparse.Namespace, goals: Any) -> dict[str, Any]:
+    from weft.load.figures import DEFINITIONS, Window, figures
+
+    rate = arguments.request_rate
+    about = {
+        "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        "backend": "openai" if arguments.endpoint == "completions" else "openai-chat",
+        "base_url": arguments.url,
+        "model_id": arguments.model,
+        "client": f"weft {__version__}",
+        "request_rate": rate if rate < math.inf else "inf",
+        "burstiness": arguments.burstiness,
+        "pattern": arguments.pattern,
+        "max_concurrency": arguments.max_concurrency,
+        "seed": arguments.seed,
+        "trace": None if arguments.trace is None else arguments.trace.name,
+        "rate_scale": arguments.rate_scale,
+    }
+    window = Window.of(run.replies, arguments.warmup, arguments.cooldown)
+    return {**about, **figures(run, window, goals), "definitions": DEFINITIONS}
+
+
+def _show(found: dict[str, Any]) -> None:
+    print(f"{found['base_url']}, {found['model_id']}" + (" (interrupted)" if found["was_interrupted"] else ""))
+    print(
+        f"{found['completed']} requests completed, {found['failed']} failed, {found['unfinished']} unfinished, in "
+        f"{found['duration']:.2f} s; at most {found['max_concurrent_requests']} at once"
+    )
+    for error, count in list(found["errors"].items())[:5]:
+        print(f"  {count} x {error}")
+    print(
+        f"{found['request_throughput']:.2f} requests/s, {found['output_throughput']:.1f} output tokens/s, "
+        f"{found['total_token_throughput']:.1f} tokens/s in all"
+    )
+    if "request_goodput" in found:
+        goals = ", ".join(f"{name} {value:g} ms" for name, value in found["goodput_goals_ms"].items())
+        print(f"goodput {found['request_goodput']:.2f} requests/s, {found['goodput_share']:.1%} of all ({goals})")
+    print(f"\n{'ms':<6}" + "".join(f"{kind:>10}" for kind in SHOWN))
+    for name in DEFINED:
+        row = [found[f"{kind}_{name}_ms"] for kind in SHOWN]
+        print(f"{name:<6}" + "".join(f"{value:>10.2f}" if value is not None else f"{'-':>10}" for value in row))
+    print("\n" + "\n".join(f"{name}: {found['definitions'][name]}" for name in DEFINED))
+    lag = found["p99_lag_ms"]
+    if lag is not None and lag > SLOW_CLIENT_MS:
+        print(
+            f"\nThe client could not send this fast: it was {lag:.0f} ms late at the 99th percentile.", file=sys.stderr
+        )
+
+
+def _detailed(run: "Run") -> list[dict[str, Any]]:
+    return [
+        {
+            "number": reply.number,
+            "due": reply.due,
+            "sent": _number(reply.sent),
+            "end": _number(reply.end),
+            "times": reply.times,
+            "prompt_tokens": reply.prompt_tokens,
+            "output_tokens": reply.output_tokens,
+            "cached_tokens": reply.cached_tokens,
+            "error": reply.error or None,
+            "server": reply.server,
+        }
+        for reply in sorted(run.replies, key=lambda reply: reply.number)
+    ]
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _write(file: Path, data: dict[str, Any]) -> None:
+    try:
+        file.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise EngineError(f"cannot write {file}: {error.strerror}; the figures are above") from None

@@ -1,0 +1,245 @@
+"""Client: sends one request to an OpenAI-compatible server and notes when each piece of the answer came."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from weft.errors import EngineError
+from weft.load.ask import Ask
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a chat's delta: whatever a reader would see
+# What helps measuring and not every server knows, in the order in which it is given up.
+EXTRAS: tuple[dict[str, Any], ...] = (
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "ignore_eos": True},
+    {"stream_options": {"include_usage": True}, "ignore_eos": True},
+    {"stream_options": {"include_usage": True}},
+    {},
+)
+COUNTED_AT_ONCE = 16  # texts whose tokens are counted at the same time
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came of one request. Times are seconds from the start of the run."""
+
+    number: int
+    due: float  # when it was to be sent
+    prompt_tokens: int  # asked for; then what the server says
+    sent: float = math.nan
+    times: list[float] = field(default_factory=list)  # of every chunk that has content
+    counts: list[int] = field(default_factory=list)  # tokens of the answer up to each of these; empty: not told
+    end: float = math.nan  # of the whole answer, or of the attempt
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    error: str = ""  # in words; "": all is well
+    status: int = 0  # of HTTP; 0: none came
+    server: dict[str, Any] | None = None  # what weft tells of its own times
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.error and bool(self.times)
+
+
+class Client:
+    """A server, a model, and the form of requests that they understand. Use it as a context."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None,
+        *,
+        endpoint: str = "completions",
+        key: str | None = None,
+        temperature: float = 0.0,
+        timeout: float = 600.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.clock = clock  # not the event loop's, which may be as coarse as a millisecond
+        self.base = url.rstrip("/").removesuffix("/v1")
+        self.model = model or ""
+        self.endpoint = endpoint
+        self.temperature = temperature
+        self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+        self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=30)
+        self._extras = EXTRAS[0]
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "Client":
+        connector = aiohttp.TCPConnector(limit=0)  # whoever is to be sent now is sent now
+        self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def meet(self) -> None:
+        """Finds out which models there are and what the server understands; an error says what is wrong."""
+        known = await self._models()
+        if not self.model:
+            if not known:
+                raise EngineError(f"{self.base} names no models: pass --model")
+            self.model = known[0]
+        elif known and self.model not in known:
+            raise EngineError(f"{self.base} has no model {self.model!r}; it has {', '.join(known)}")
+        first = Ask(0.0, "Hello", 1, 2)
+        reply = Reply(0, 0.0, 0)
+        for self._extras in EXTRAS:
+            reply = await self.send(first, 0, self.clock(), 0.0)
+            if reply.status != 400 and reply.status != 422:
+                break
+        if reply.status != 200:
+            raise EngineError(f"{self.base} does not answer a first request: {reply.error}")
+
+    async def send(self, ask: Ask, number: int, start: float, due: float) -> Reply:
+        """One request, now. `start` is the run's start on the clock, `due` seconds after it."""
+        assert self._session is not None
+        reply = Reply(number, due, ask.prompt_tokens)
+        body = msgspec.json.encode(self._body(ask))
+        reply.sent = self.clock() - start
+        try:
+            async with self._session.post(self.base + PATHS[self.endpoint], data=body) as response:
+                reply.status = response.status
+                if response.status != 200:
+                    reply.error = _refusal(response.status, await response.read())
+                else:
+                    await _read(response, reply, start, self.clock)
+        except TimeoutError:
+            reply.error = f"no answer within {self._timeout.total:g} s"
+        except aiohttp.ClientError as error:
+            reply.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        reply.end = self.clock() - start
+        return reply
+
+    async def count(self, texts: list[str]) -> list[int]:
+        """Tokens of prompts as the server counts them: through /tokenize, or told by the usage of an answer."""
+        gate = asyncio.Semaphore(COUNTED_AT_ONCE)
+
+        async def one(text: str) -> int:
+            async with gate:
+                found = await self._tokenized(text)
+                return await self._used(text) if found is None else found
+
+        return list(await asyncio.gather(*map(one, texts)))
+
+    async def get(self, path: str) -> Any:
+        """A JSON document of the server's, None where there is none."""
+        assert self._session is not None
+        try:
+            async with self._session.get(self.base + path) as response:
+                return msgspec.json.decode(await response.read()) if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+            return None
+
+    async def _models(self) -> list[str]:
+        assert self._session is not None
+        try:
+            async with self._session.get(self.base + "/v1/models") as response:
+                if response.status == 404:
+                    return []
+                if response.status != 200:
+                    raise EngineError(f"{self.base}/v1/models: {_refusal(response.status, await response.read())}")
+                return [str(model["id"]) for model in msgspec.json.decode(await response.read())["data"]]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"no server answers at {self.base}: {error or type(error).__name__}") from None
+        except (msgspec.DecodeError, KeyError, TypeError):
+            raise EngineError(f"{self.base}/v1/models does not look like a list of models: is the URL right?") from None
+
+    async def _tokenized(self, text: str) -> int | None:
+        assert self._session is not None
+        body = {"model": self.model, **self._prompt(text)}
+        async with self._session.post(self.base + "/tokenize", data=msgspec.json.encode(body)) as response:
+            if response.status != 200:
+                return None
+            found = msgspec.json.decode(await response.read())
+            return int(found["count"]) if "count" in found else len(found["tokens"])
+
+    async def _used(self, text: str) -> int:
+        assert self._session is not None
+        body = {"model": self.model, **self._prompt(text), "max_tokens": 1}
+        async with self._session.post(self.base + PATHS[self.endpoint], data=msgspec.json.encode(body)) as response:
+            if response.status != 200:
+                raise EngineError(f"counting tokens: {_refusal(response.status, await response.read())}")
+            return int(msgspec.json.decode(await response.read())["usage"]["prompt_tokens"])
+
+    def _prompt(self, text: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
+
+    def _body(self, ask: Ask) -> dict[str, Any]:
+        most = {"max_tokens": ask.output_tokens, "temperature": self.temperature, "stream": True}
+        return {"model": self.model, **self._prompt(ask.prompt), **most, **self._extras}
+
+
+Clock = Callable[[], float]
+
+
+async def _read(response: aiohttp.ClientResponse, reply: Reply, start: float, clock: Clock) -> None:
+    """Takes the events of a stream in. What arrives together has one time."""
+    rest, ended = b"", False
+    async for data in response.content.iter_any():
+        now = clock() - start
+        *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            ended |= _take(event, reply, now)
+    if rest.strip():
+        ended |= _take(rest, reply, clock() - start)
+    if not reply.error and not ended:
+        reply.error = f"the stream was cut after {len(reply.times)} chunks"
+    if not reply.error and not reply.times:
+        reply.error = "the answer has no content"
+    reply.output_tokens = reply.output_tokens or len(reply.times)
+
+
+def _take(event: bytes, reply: Reply, now: float) -> bool:
+    """One event; whether it is the end."""
+    lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+    if not lines:
+        return False
+    if lines[0] == b"[DONE]":
+        return True
+    try:
+        chunk = msgspec.json.decode(b"\n".join(lines))
+        if "error" in chunk:
+            error = chunk["error"]
+            reply.error = str(error.get("message", error) if isinstance(error, dict) else error)
+            return True
+        usage = chunk.get("usage") or {}
+        choices = chunk.get("choices") or ()
+        reply.output_tokens = usage.get("completion_tokens") or reply.output_tokens
+        if choices and _has_content(choices[0]):
+            reply.times.append(now)
+            if "completion_tokens" in usage:
+                reply.counts.append(int(usage["completion_tokens"]))
+        if usage:
+            reply.prompt_tokens = usage.get("prompt_tokens") or reply.prompt_tokens
+            details = usage.get("prompt_tokens_details") or {}
+            reply.cached_tokens = details.get("cached_tokens", reply.cached_tokens)
+        reply.server = chunk.get("metrics") or reply.server
+    except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        reply.error = f"an event that is none: {error}"
+        return True
+    return False
+
+
+def _has_content(choice: dict[str, Any]) -> bool:
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta")
+    return delta is not None and any(delta.get(name) for name in CONTENT)
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        error = msgspec.json.decode(body)
+        error = error.get("error", error)
+        text = error.get("message", error) if isinstance(error, dict) else error
+    except (msgspec.DecodeError, AttributeError):
+        text = body[:200].decode(errors="replace")
+    return f"{status}: {text}"

@@ -1,0 +1,174 @@
+"""Figures: what a run says, with the definitions that are printed in every report.
+
+The JSON reads like that of vLLM's benchmark: the same names where the meaning is the same.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import OptionError
+from weft.load.client import Reply
+from weft.load.drive import Run
+
+PERCENTILES = (50, 90, 95, 99, 99.9)
+KEPT = 0.99  # share of a request's gaps that must be within a goal for gaps
+DEFINITIONS = {
+    "ttft": "from when a request was to be sent to its first content (reasoning and tool calls included)",
+    "gap": "time between successive tokens, of all requests together; a chunk of k tokens is one gap and k - 1 zeros",
+    "itl": "time between successive chunks, of all requests together (what vLLM calls ITL)",
+    "tpot": "(e2el - ttft) / (output tokens - 1), one figure a request",
+    "e2el": "from when a request was to be sent to the end of its answer",
+    "lag": "how late the client itself sent a request; large ones mean that the client was too slow, not the server",
+}
+Array = NDArray[np.float64]
+
+
+class Goals(NamedTuple):
+    """Milliseconds that a request must keep all of to count as good; infinite where nothing is asked."""
+
+    ttft: float = math.inf
+    tpot: float = math.inf
+    gap: float = math.inf  # 99% of the request's gaps
+    e2el: float = math.inf
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> "Goals":
+        """From `ttft:1000 tpot:50 gap:100`."""
+        found: dict[str, float] = {}
+        for text in texts:
+            name, _, value = text.partition(":")
+            try:
+                number = float(value)
+            except ValueError:
+                number = math.nan
+            if name not in cls._fields or not number > 0:
+                raise OptionError(
+                    f"--goodput {text!r} is no goal: write NAME:MILLISECONDS with one of {', '.join(cls._fields)}, as "
+                    "in ttft:1000"
+                )
+            found[name] = number
+        return cls(**found)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a run that counts, by when requests were due. Seconds."""
+
+    begin: float
+    end: float
+
+    @classmethod
+    def of(cls, replies: Sequence[Reply], warmup: float, cooldown: float) -> "Window":
+        last = max((reply.due for reply in replies), default=0.0)
+        if warmup + cooldown and warmup + cooldown >= last:
+            raise OptionError(
+                f"--warmup {warmup:g} and --cooldown {cooldown:g} leave nothing of a run whose last request was due "
+                f"after {last:.1f} s: make them shorter, or the run longer"
+            )
+        return cls(warmup, last - cooldown)
+
+    def holds(self, reply: Reply) -> bool:
+        return self.begin <= reply.due <= self.end
+
+
+def gaps(reply: Reply) -> Array:
+    """Seconds between a reply's tokens."""
+    between = np.diff(reply.times)
+    return np.concatenate([between, np.zeros(max(0, reply.output_tokens - len(reply.times)))])
+
+
+def ttft(reply: Reply) -> float:
+    return reply.times[0] - reply.due
+
+
+def tpot(reply: Reply) -> float:
+    """NaN for an answer of one token."""
+    return (reply.end - reply.times[0]) / (reply.output_tokens - 1) if reply.output_tokens > 1 else math.nan
+
+
+def is_good(reply: Reply, goals: Goals) -> bool:
+    if not reply.is_complete:
+        return False
+    per_token = tpot(reply)
+    within = float(np.mean(gaps(reply) * 1e3 <= goals.gap)) if reply.output_tokens > 1 else 1.0
+    return (
+        ttft(reply) * 1e3 <= goals.ttft
+        and (math.isnan(per_token) or per_token * 1e3 <= goals.tpot)
+        and (reply.end - reply.due) * 1e3 <= goals.e2el
+        and within >= KEPT
+    )
+
+
+def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, Any]:
+    """All of a run that is a number, ready for JSON; NaN is None there."""
+    inside = [reply for reply in run.replies if window.holds(reply)]
+    done = [reply for reply in inside if reply.is_complete]
+    seconds = _seconds(run, window, inside)
+    read, written = sum(reply.prompt_tokens for reply in done), sum(reply.output_tokens for reply in done)
+    errors = Counter(reply.error for reply in inside if reply.error)
+    found: dict[str, Any] = {
+        "duration": seconds,
+        "num_prompts": len(inside),
+        "completed": len(done),
+        "failed": len(inside) - len(done),
+        "unfinished": run.in_flight if run.was_interrupted else 0,
+        "errors": dict(errors.most_common()),
+        "was_interrupted": run.was_interrupted,
+        "total_input_tokens": read,
+        "total_output_tokens": written,
+        "request_throughput": len(done) / seconds,
+        "output_throughput": written / seconds,
+        "total_token_throughput": (read + written) / seconds,
+        "max_concurrent_requests": _most_at_once(inside),
+    }
+    if goals is not None:
+        good = sum(is_good(reply, goals) for reply in inside)
+        found["request_goodput"] = good / seconds
+        found["goodput_share"] = good / max(1, len(inside))
+        found["goodput_goals_ms"] = {name: value for name, value in goals._asdict().items() if value < math.inf}
+    pooled = {
+        "ttft": np.array([ttft(reply) for reply in done]),
+        "gap": np.concatenate([np.empty(0), *map(gaps, done)]),
+        "itl": np.concatenate([np.empty(0), *(np.diff(reply.times) for reply in done)]),
+        "tpot": np.array([value for reply in done if not math.isnan(value := tpot(reply))]),
+        "e2el": np.array([reply.end - reply.due for reply in done]),
+        "lag": np.array([reply.sent - reply.due for reply in inside if not math.isnan(reply.sent)]),
+    }
+    for name, values in pooled.items():
+        found |= _spread(name, values * 1e3)
+    return found
+
+
+def _spread(name: str, values: Array) -> dict[str, float | None]:
+    if not len(values):
+        return dict.fromkeys([f"{kind}_{name}_ms" for kind in ("mean", "median", "std", *_labels(), "max")])
+    spread = {"mean": values.mean(), "median": np.median(values), "std": values.std()}
+    spread |= dict(zip(_labels(), np.percentile(values, PERCENTILES), strict=True))
+    spread["max"] = values.max()
+    return {f"{kind}_{name}_ms": float(value) for kind, value in spread.items()}
+
+
+def _labels() -> list[str]:
+    return [f"p{percentile:g}" for percentile in PERCENTILES]
+
+
+def _seconds(run: Run, window: Window, inside: list[Reply]) -> float:
+    """From when the window begins until the last of its answers; rates are counted over this."""
+    ends = [reply.end for reply in inside if not math.isnan(reply.end)]
+    return max(max(ends, default=run.seconds) - window.begin, 1e-9)
+
+
+def _most_at_once(replies: list[Reply]) -> int:
+    events = [(reply.sent, 1) for reply in replies if not math.isnan(reply.sent)]
+    events += [(reply.end, -1) for reply in replies if not math.isnan(reply.end)]
+    under_way = most = 0
+    for _, change in sorted(events):
+        under_way += change
+        most = max(most, under_way)
+    return most

@@ -1,0 +1,167 @@
+"""Prompts of an exact number of tokens, for a tokenizer that is only known through a function that counts.
+
+They are made of atoms: words that add one token each, whichever of them came before.
+"""
+
+import string
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from weft.errors import EngineError, OptionError
+from weft.load.ask import Ask
+from weft.load.workload import Wish
+from weft.sim.traces import MOONCAKE_BLOCK
+from weft.text.tokenizer import Tokenizer
+
+# Counts the tokens of several texts as the server counts a prompt, everything that it puts around included. It may be
+# slow (one request a text), so it is asked seldom, and with many texts at a time.
+Count = Callable[[list[str]], Awaitable[list[int]]]
+
+LEAST_ATOMS = 16  # with fewer, prompts would hardly differ
+MIXTURES = 8  # texts that show whether atoms stay atoms in any order
+MIXTURE_WORDS = 256
+MOST_CHECKED = 16  # prompts of a run whose lengths are checked
+COMMON = """
+the of and to in is it you that he was for on are with as his they be at one have this from had by hot but some what
+there we can out other were all your when up use word how said an each she which do their time if will way about many
+then them would write like so these her long make thing see him two has look more day could go come did my sound no
+most number who over know water than call first people may down side been now find any new work part take get place
+made live where after back little only round man year came show every good me give our under name very through just
+form much great think say help low line before turn cause same mean right boy old too does tell set three want air
+well also play small end put home read hand large land here must big high such act why ask men change went light kind
+off need house try us again point mother world near build self earth father head stand own page should found answer
+"""
+# Tokenizers with a vocabulary of words take the space along; those of bytes or characters count it on its own.
+SPELLINGS = (
+    tuple(f" {word}" for word in COMMON.split()),
+    tuple(f" {letter}" for letter in string.ascii_letters),
+    tuple(string.ascii_letters + string.digits),
+)
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """Words of one token each. A prompt of n of them has overhead + n tokens."""
+
+    words: tuple[str, ...]
+    overhead: int  # tokens around every prompt: those of the chat template, the beginning of the text, and the like
+
+    @classmethod
+    async def find(cls, count: Count) -> "Atoms":
+        for candidates in SPELLINGS:
+            for steady in await _in_a_row(candidates, count):
+                atoms = await _in_any_order(steady, count)
+                if len(atoms.words) >= LEAST_ATOMS:
+                    return atoms
+        raise OptionError(
+            f"fewer than {LEAST_ATOMS} words and letters are one token each for this tokenizer, so no prompt can be "
+            "made to a length in tokens; use another model, or name the model's own tokenizer with --tokenizer"
+        )
+
+    @property
+    def least(self) -> int:
+        """Tokens of the shortest prompt."""
+        return self.overhead + 1
+
+    def text(self, tokens: int, random: Random) -> str:
+        """A prompt of exactly so many tokens, the overhead included."""
+        self._check(tokens)
+        return "".join(random.choices(self.words, k=tokens - self.overhead))
+
+    def block(self, identity: int, tokens: int) -> str:
+        """So many words, always the same ones for an identity: a shorter block is the beginning of a longer one."""
+        return "".join(Random(f"block {identity}").choices(self.words, k=tokens))
+
+    def prompt(self, wish: Wish, number: int, seed: int) -> str:
+        """The text of a wish: its own, or its shared blocks and then words that no other `number` begins with."""
+        if wish.text:
+            return wish.text
+        self._check(wish.prompt_tokens)
+        parts, filled = [], self.overhead  # the overhead takes its place from the first block
+        for place, identity in enumerate(wish.prefix_ids, start=1):
+            end = min(place * MOONCAKE_BLOCK, wish.prompt_tokens)
+            if end > filled:
+                parts.append(self.block(identity, end - filled))
+                filled = end
+        return "".join([*parts, self._own(wish.prompt_tokens - filled, number, seed)])
+
+    def _own(self, tokens: int, number: int, seed: int) -> str:
+        # The first two words count the prompts, so that a prefix cache finds no equal ones by accident.
+        second, first = divmod(number + seed, len(self.words))
+        head = [self.words[first], self.words[second % len(self.words)]]
+        return "".join([*head, *Random(f"own {seed} {number}").choices(self.words, k=tokens)][:tokens])
+
+    def _check(self, tokens: int) -> None:
+        if tokens < self.least:
+            raise OptionError(
+                f"a prompt of {tokens} tokens cannot be made: the server puts {self.overhead} around it, "
+                f"so ask for at least {self.least}"
+            )
+
+
+async def _in_a_row(candidates: Sequence[str], count: Count) -> list[Atoms]:
+    """The candidates that add one token for every time they are repeated, by the overhead that they agree on."""
+    # An empty prompt may be refused, so the overhead is what one word has beyond its token. It can depend on the word:
+    # a template may cut the first space off, and only some words are one token without it. The least comes first.
+    counts = await count([word * times for word in candidates for times in (1, 2, 3)])
+    by_overhead: dict[int, list[str]] = {}
+    for word, one, two, three in zip(candidates, counts[0::3], counts[1::3], counts[2::3], strict=True):
+        if two - one == three - two == 1:
+            by_overhead.setdefault(one - 1, []).append(word)
+    return [Atoms(tuple(words), overhead) for overhead, words in sorted(by_overhead.items())]
+
+
+async def _in_any_order(atoms: Atoms, count: Count) -> Atoms:
+    """The atoms that stay such in a mixture; none where no cause is found."""
+    random = Random(0)
+    while len(atoms.words) >= LEAST_ATOMS:
+        length = atoms.overhead + MIXTURE_WORDS
+        if set(await count([atoms.text(length, random) for _ in range(MIXTURES)])) == {length}:
+            return atoms
+        # Every word between all the others: how far it is off tells how many of them it does not go with.
+        length = atoms.overhead + 2 * len(atoms.words) + 1
+        counts = await count(["".join(word + other for other in atoms.words) + word for word in atoms.words])
+        off = [abs(found - length) for found in counts]
+        # One word that merges with all the others puts each of them off a little: the worst go first.
+        kept = tuple(word for word, tokens in zip(atoms.words, off, strict=True) if 2 * tokens <= max(off))
+        atoms = Atoms(kept if any(off) else (), atoms.overhead)
+    return atoms
+
+
+async def make_asks(wishes: Sequence[Wish], atoms: Atoms, seed: int, check: Count) -> list[Ask]:
+    """All wishes with their prompts. `check` counts a sample of these lengths, from the shortest to the longest."""
+    by_length = sorted(range(len(wishes)), key=lambda number: wishes[number].prompt_tokens)
+    size = min(len(by_length), MOST_CHECKED)
+    sample = [by_length[step * (len(by_length) - 1) // max(size - 1, 1)] for step in range(size)]
+    if sample:
+        texts = [_stand_in(wishes[number], atoms, len(wishes) + number, seed) for number in sample]
+        for number, found in zip(sample, await check(texts), strict=True):
+            if found != wishes[number].prompt_tokens:
+                raise EngineError(
+                    f"a prompt that should have {wishes[number].prompt_tokens} tokens has {found} by the server's "
+                    "count; name the served model's own tokenizer with --tokenizer"
+                )
+    return [
+        Ask(wish.at, atoms.prompt(wish, number, seed), wish.prompt_tokens, wish.output_tokens)
+        for number, wish in enumerate(wishes)
+    ]
+
+
+def _stand_in(wish: Wish, atoms: Atoms, number: int, seed: int) -> str:
+    """A prompt made as the wish's is, of other words: a server that counts by answering would keep it in its cache."""
+    return atoms.prompt(wish._replace(prefix_ids=tuple(~identity for identity in wish.prefix_ids)), number, seed)
+
+
+def local_count(directory: Path) -> Count:
+    """Counts with the tokenizer of a model's directory."""
+    tokenizer = Tokenizer.load(directory)
+    if tokenizer is None:
+        raise OptionError(f"{directory} has no tokenizer: name a directory with a tokenizer.json")
+    known = tokenizer
+
+    async def count(texts: list[str]) -> list[int]:
+        return [len(ids) for ids in known.encode_batch(texts)]
+
+    return count

@@ -1,0 +1,109 @@
+"""A server that answers by a script: after which delay each chunk comes, and what goes wrong."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Script:
+    """One answer. Delays are seconds before each chunk; every chunk carries `tokens` tokens."""
+
+    delays: list[float] = field(default_factory=lambda: [0.0])
+    tokens: int = 1
+    status: int = 200
+    cut_after: int | None = None  # chunks, after which the connection is closed
+    error_after: int | None = None  # chunks, after which an error frame comes
+    tells_usage: bool = True
+    delta: Callable[[int], dict[str, Any]] = lambda index: {"content": "a"}
+
+
+class ScriptedServer:
+    """Speaks HTTP/1.1 as far as a client of completions needs it."""
+
+    def __init__(self, script: Callable[[dict[str, Any], int], Script]) -> None:
+        self.script = script
+        self.bodies: list[dict[str, Any]] = []
+        self.refused_fields: set[str] = set()
+        self.stalled_until = 0.0  # on the loop's clock: nothing is sent before
+        self.url = ""
+
+    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+                body = await reader.readexactly(int(lengths[0].split(b":")[1])) if lengths else b""
+                method, path, _ = head.split(b" ", 2)
+                if method == b"GET":
+                    found = {"data": [{"id": "scripted"}]} if path == b"/v1/models" else {}
+                    writer.write(_whole(200 if path == b"/v1/models" else 404, found))
+                elif path == b"/tokenize":
+                    writer.write(_whole(404, {}))
+                elif not await self.answer(json.loads(body), writer):
+                    break
+        writer.close()
+
+    async def answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        """Whether the connection lives on."""
+        if self.refused_fields & body.keys():
+            writer.write(_whole(400, {"error": {"message": "unknown field"}}))
+            return True
+        script = self.script(body, len(self.bodies))
+        self.bodies.append(body)
+        if script.status != 200:
+            writer.write(_whole(script.status, {"error": {"message": "not now"}}))
+            return True
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        clock = asyncio.get_running_loop().time
+        due, chat = clock(), "messages" in body
+        continuous = (body.get("stream_options") or {}).get("continuous_usage_stats")
+        for index, delay in enumerate(script.delays):
+            due += delay
+            await asyncio.sleep(max(0.0, max(due, self.stalled_until) - clock()))
+            if index == script.cut_after:
+                return False
+            if index == script.error_after:
+                _event(writer, {"error": {"message": "the engine died"}})
+                break
+            choice = {"index": 0, "delta": script.delta(index)} if chat else {"index": 0, "text": "a"}
+            usage = {"prompt_tokens": 5, "completion_tokens": (index + 1) * script.tokens}
+            _event(writer, {"choices": [choice], **({"usage": usage} if continuous and script.tells_usage else {})})
+            await writer.drain()
+        else:
+            if script.tells_usage and body.get("stream_options"):
+                usage = {"prompt_tokens": 5, "completion_tokens": len(script.delays) * script.tokens}
+                _event(writer, {"choices": [], "usage": usage})
+        _frame(writer, b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+        return True
+
+
+@contextlib.asynccontextmanager
+async def scripted(script: Callable[[dict[str, Any], int], Script]) -> AsyncIterator[ScriptedServer]:
+    found = ScriptedServer(script)
+    server = await asyncio.start_server(found.connection, "127.0.0.1", 0, backlog=1024)
+    found.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield found
+    finally:
+        server.close()
+
+
+def _event(writer: asyncio.StreamWriter, data: dict[str, Any]) -> None:
+    _frame(writer, b"data: " + json.dumps(data).encode() + b"\n\n")
+
+
+def _frame(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+
+def _whole(status: int, data: dict[str, Any]) -> bytes:
+    body = json.dumps(data).encode()
+    return b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (
+        status,
+        len(body),
+        body,
+    )

@@ -1,0 +1,107 @@
+"""`weft bench serve` as a process, against a real server and against none."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serve.running import RunningServer
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    """It promises nothing, as machines that run tests are slow at times."""
+    server = RunningServer("--policy", "chunked", "--max-num-seqs", "64", "--kv-cache-memory-bytes", "256MiB")
+    yield server
+    assert server.stop() == 0, server.log
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weft", "bench", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_command_of_vllms_users_works_as_written(server: RunningServer, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    rate = ["--request-rate", "40", "--num-prompts", "40", "--input-len", "100", "--output-len", "20"]
+    done = bench("--url", server.url, *rate, "--json", str(file), "--save-detailed")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert (found["completed"], found["failed"]) == (40, 0)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (4000, 800)
+    for key in ("mean_ttft_ms", "p99_tpot_ms", "p99_itl_ms", "p99.9_gap_ms", "request_throughput", "median_e2el_ms"):
+        assert found[key] > 0
+    first = found["requests"][0]
+    assert len(first["times"]) >= 1
+    assert {"queue_ms", "prefill_ms"} <= first["server"].keys()
+    assert "time between successive tokens" in done.stdout
+
+
+def test_a_trace_is_sent_with_its_lengths_and_shared_prefixes(server: RunningServer, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [1, 2]},
+        {"timestamp": 3000, "input_length": 1100, "output_length": 2, "hash_ids": [1, 3, 4]},
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    file = tmp_path / "result.json"
+    done = bench(
+        "--url", server.url, "--trace", str(trace), "--rate-scale", "3", "--json", str(file), "--save-detailed"
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(file.read_text())["requests"]
+    assert (first["prompt_tokens"], second["prompt_tokens"]) == (700, 1100)
+    assert (first["output_tokens"], second["output_tokens"]) == (3, 2)
+    assert second["due"] == pytest.approx(1.0)
+    assert second["cached_tokens"] == 512
+
+
+def test_what_is_known_is_written_when_a_run_is_interrupted(server: RunningServer, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    sent = ["--request-rate", "20", "--num-prompts", "4000", "--input-len", "10", "--output-len", "5"]
+    command = [sys.executable, "-m", "weft", "bench", "serve", "--url", server.url, *sent, "--json", str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before, deadline = _answered(server), time.monotonic() + 60
+    while time.monotonic() < deadline and _answered(server) <= before + 20:
+        time.sleep(0.2)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "(interrupted)" in out
+    found = json.loads(file.read_text())
+    assert found["was_interrupted"]
+    assert 0 < found["completed"] < 4000
+    assert found["failed"] == 0
+
+
+def _answered(server: RunningServer) -> int:
+    """Requests that the server has ended well, by its own count."""
+    lines = server.http.get("/metrics").text.splitlines()
+    counts = [line for line in lines if line.startswith("vllm:request_success_total") and "length" in line]
+    return int(sum(float(line.rsplit(" ", 1)[1]) for line in counts))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["--url", "{url}", "--model", "other"], "has no model 'other'; it has"),
+        (["--url", "{url}", "--goodput", "speed:3"], "is no goal"),
+        (["--url", "{url}", "--num-prompts", "0"], "must be at least 1"),
+        (["--url", "{url}", "--request-rate", "0"], "must be above 0"),
+        (["--url", "{url}", "--input-len", "9000000"], "no requests are left to send"),
+        (["--url", "{url}", "--trace", "nothing.csv"], "cannot read the trace"),
+        (["--url", "{url}", "--num-prompts", "2", "--warmup", "60"], "leave nothing of a run"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(server: RunningServer, arguments: list[str], message: str) -> None:
+    done = bench(*(argument.format(url=server.url) for argument in arguments))
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

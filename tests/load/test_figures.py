@@ -1,0 +1,253 @@
+"""Every figure against a server whose delays are known."""
+
+import asyncio
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.load import virtual
+from tests.load.scripted import Script, ScriptedServer, scripted
+from weft.errors import EngineError, OptionError
+from weft.load.ask import Ask
+from weft.load.client import Client, Reply
+from weft.load.drive import Run, drive
+from weft.load.figures import Goals, Window, figures, gaps, is_good, tpot
+
+NEAR = {"rel": 1e-6, "abs": 0.01}  # milliseconds
+
+
+def asks(count: int, every: float = 0.0) -> list[Ask]:
+    return [Ask(number * every, f"{number}", 5, 8) for number in range(count)]
+
+
+async def measured(server: ScriptedServer, sent: list[Ask], endpoint: str = "completions", **how: Any) -> Run:
+    async with Client(server.url, None, endpoint=endpoint, timeout=20, clock=virtual.clock) as client:
+        await client.meet()
+        server.bodies.clear()
+        return await drive(client, sent, **how)
+
+
+def in_all(run: Run, goals: Goals | None = None) -> dict[str, Any]:
+    return figures(run, Window(0.0, math.inf), goals)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_every_figure_is_the_one_that_was_scripted(endpoint: str, tokens: int) -> None:
+    """Ten requests, each with chunks after 80, 40, 40, 120, 40 ms."""
+    delays = [0.08, 0.04, 0.04, 0.12, 0.04]
+
+    async def run() -> Run:
+        async with scripted(lambda body, number: Script(delays, tokens)) as server:
+            return await measured(server, asks(10, 0.03), endpoint)
+
+    found = in_all(virtual.run(run()), Goals(ttft=100, gap=130))
+    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (10, 0, 50 * tokens)
+    assert found["total_input_tokens"] == 50
+    for kind in ("mean", "median", "p99", "max"):
+        assert found[f"{kind}_ttft_ms"] == pytest.approx(80, **NEAR)
+        assert found[f"{kind}_e2el_ms"] == pytest.approx(320, **NEAR)
+        assert found[f"{kind}_tpot_ms"] == pytest.approx(240 / (5 * tokens - 1), **NEAR)
+    assert found["mean_itl_ms"] == pytest.approx(60, **NEAR)
+    assert found["max_itl_ms"] == found["max_gap_ms"] == pytest.approx(120, **NEAR)
+    expected = np.array([40, 40, 120, 40] + [0] * 5 * (tokens - 1))
+    assert found["mean_gap_ms"] == pytest.approx(expected.mean(), **NEAR)
+    assert found["median_gap_ms"] == pytest.approx(np.median(expected), **NEAR)
+    assert found["p99_gap_ms"] == pytest.approx(120, **NEAR)
+    assert found["duration"] == pytest.approx(0.27 + 0.32)
+    assert found["request_throughput"] == pytest.approx(10 / found["duration"])
+    assert found["goodput_share"] == 1
+    assert found["request_goodput"] == pytest.approx(found["request_throughput"])
+    assert found["max_lag_ms"] == pytest.approx(0, abs=0.01)
+
+
+def test_a_server_that_stalls_shows_in_all_who_come_meanwhile() -> None:
+    """Coordinated omission: 50 requests, one every 10 ms, and the server silent from 105 to 400 ms."""
+
+    async def run() -> Run:
+        script = scripted(lambda body, number: Script([0.0]))
+        async with script as server, Client(server.url, None, clock=virtual.clock) as client:
+            await client.meet()
+            asyncio.get_running_loop().call_later(0.105, _stall, server, 0.295)
+            return await drive(client, asks(50, 0.01))
+
+    found = virtual.run(run())
+    late = {reply.number: (reply.times[0] - reply.due) * 1e3 for reply in found.replies}
+    for number in range(11, 40):  # due at 110 to 390 ms
+        assert late[number] == pytest.approx(400 - number * 10, **NEAR)
+    assert in_all(found)["max_ttft_ms"] == pytest.approx(290, **NEAR), (
+        "of the first that is due when nothing is sent any more"
+    )
+    assert in_all(found)["max_lag_ms"] == pytest.approx(0, abs=0.01), "it was the server, not the client"
+
+
+def _stall(server: ScriptedServer, seconds: float) -> None:
+    server.stalled_until = asyncio.get_running_loop().time() + seconds
+
+
+def test_who_waits_for_a_free_place_is_late_from_when_it_was_due() -> None:
+    async def run() -> Run:
+        async with scripted(lambda body, number: Script([0.1])) as server:
+            return await measured(server, asks(4), concurrency=1)
+
+    run_ = virtual.run(run())
+    found = in_all(run_)
+    assert found["max_concurrent_requests"] == 1
+    assert found["max_ttft_ms"] == pytest.approx(400, **NEAR)
+
+
+def test_in_a_closed_loop_a_request_is_due_when_the_one_before_has_ended() -> None:
+    async def run() -> Run:
+        async with scripted(lambda body, number: Script([0.05, 0.05])) as server:
+            return await measured(server, asks(8), concurrency=2, open_loop=False)
+
+    found = in_all(virtual.run(run()))
+    assert found["max_concurrent_requests"] == 2
+    assert found["max_ttft_ms"] == pytest.approx(50, **NEAR)
+    assert found["duration"] == pytest.approx(0.4)
+
+
+def test_errors_are_counted_and_named_and_never_dropped() -> None:
+    scripts = [
+        Script([0.0, 0.0]),
+        Script(status=503),
+        Script([0.0] * 4, cut_after=2),
+        Script([0.0] * 4, error_after=1),
+        Script([]),
+        Script([0.0, 3.0]),
+    ]
+
+    async def run() -> Run:
+        script = scripted(lambda body, number: scripts[number])
+        async with script as server, Client(server.url, "scripted", timeout=1, clock=virtual.clock) as client:
+            return await drive(client, asks(6, 0.01))
+
+    run_ = virtual.run(run())
+    found = in_all(run_, Goals(ttft=10_000))
+    assert (found["completed"], found["failed"]) == (1, 5)
+    assert found["goodput_share"] == pytest.approx(1 / 6)
+    told = {reply.number: reply.error for reply in run_.replies}
+    assert told[1] == "503: not now"
+    assert "cut" in told[2] or "Payload" in told[2]
+    assert told[3] == "the engine died"
+    assert told[4] == "the answer has no content"
+    assert told[5] == "no answer within 1 s"
+    assert sum(found["errors"].values()) == 5
+
+
+def test_first_content_may_be_a_thought_or_a_tool_call() -> None:
+    deltas = [
+        {"role": "assistant"},
+        {"reasoning_content": "hm"},
+        {"tool_calls": [{}]},
+        {"content": "a"},
+        {"content": ""},
+    ]
+
+    async def run() -> Run:
+        async with scripted(lambda body, number: Script([0.02] * 5, delta=lambda index: deltas[index])) as server:
+            return await measured(server, asks(1), "chat")
+
+    (reply,) = virtual.run(run()).replies
+    assert len(reply.times) == 3
+    assert reply.times[0] - reply.due == pytest.approx(0.04)
+
+
+def test_a_server_that_knows_less_is_asked_for_less() -> None:
+    async def run() -> tuple[Run, list[dict[str, Any]]]:
+        async with scripted(lambda body, number: Script([0.0, 0.01], tells_usage=False)) as server:
+            server.refused_fields = {"ignore_eos", "stream_options"}
+            return await measured(server, asks(2)), server.bodies
+
+    run_, bodies = virtual.run(run())
+    assert all(not {"ignore_eos", "stream_options"} & body.keys() for body in bodies)
+    assert [reply.output_tokens for reply in run_.replies] == [2, 2]
+
+
+def test_what_is_wrong_with_a_server_is_said_at_once() -> None:
+    async def run(url: str, model: str | None) -> None:
+        async with Client(url, model) as client:
+            await client.meet()
+
+    async def unknown() -> None:
+        async with scripted(lambda body, number: Script()) as server:
+            await run(server.url, "other")
+
+    with pytest.raises(EngineError, match="no server answers at"):
+        virtual.run(run("http://127.0.0.1:9", None))
+    with pytest.raises(EngineError, match="no model 'other'; it has scripted"):
+        virtual.run(unknown())
+
+
+def test_an_interrupted_run_keeps_what_is_known() -> None:
+    async def run() -> Run:
+        known = Run()
+        script = scripted(lambda body, number: Script([0.0 if number < 4 else 30.0]))
+        async with script as server, Client(server.url, None, clock=virtual.clock) as client:
+            await client.meet()
+            task = asyncio.create_task(drive(client, asks(5), run=known))
+            await asyncio.sleep(0.3)
+            task.cancel()
+            await asyncio.wait([task])
+        return known
+
+    found = in_all(virtual.run(run()))
+    assert found["was_interrupted"]
+    assert (found["completed"], found["failed"], found["unfinished"]) == (3, 0, 2)
+
+
+replies = st.builds(
+    lambda due, late, times, extra: _reply(due, due + late, sorted(due + late + time for time in times), extra),
+    st.floats(0, 10),
+    st.floats(0, 1),
+    st.lists(st.floats(0, 5), max_size=20),
+    st.integers(0, 5),
+)
+
+
+def _reply(due: float, sent: float, times: list[float], extra: int) -> Reply:
+    return Reply(0, due, 7, sent, times, [], (times or [sent])[-1], len(times) + extra)
+
+
+@given(st.lists(replies, max_size=20), st.floats(1, 5000))
+def test_figures_of_anything_add_up(drawn: list[Reply], goal: float) -> None:
+    found = figures(Run(drawn, len(drawn), len(drawn), 20.0), Window(0.0, math.inf), Goals(ttft=goal, gap=goal))
+    done = [reply for reply in drawn if reply.times]
+    assert found["completed"] + found["failed"] == len(drawn)
+    assert found["total_output_tokens"] == sum(reply.output_tokens for reply in done)
+    assert sum(len(gaps(reply)) for reply in done) == sum(reply.output_tokens - 1 for reply in done)
+    for name in ("ttft", "gap", "itl", "tpot", "e2el", "lag"):
+        row = [found[f"{kind}_{name}_ms"] for kind in ("p50", "p90", "p95", "p99", "p99.9", "max")]
+        assert row == [None] * 6 or all(a <= b + 1e-9 for a, b in pairwise(row))
+    assert found["goodput_share"] * len(drawn) == pytest.approx(
+        sum(is_good(reply, Goals(goal, gap=goal)) for reply in drawn)
+    )
+
+
+def test_a_goal_for_gaps_is_kept_by_99_of_100() -> None:
+    times = np.cumsum([0.0] + [0.01] * 99 + [0.5]).tolist()
+    reply = _reply(0.0, 0.0, times, 0)
+    assert is_good(reply, Goals(gap=20))
+    assert not is_good(_reply(0.0, 0.0, [*times, times[-1] + 0.5], 0), Goals(gap=20))
+    assert tpot(reply) == pytest.approx((0.99 + 0.5) / 100)
+
+
+def test_warm_up_and_cool_down_are_left_out() -> None:
+    drawn = [_reply(float(second), float(second), [second + 1.0], 0) for second in range(10)]
+    run = Run(drawn, 10, 10, 10.0)
+    found = figures(run, Window.of(drawn, 2, 3))
+    assert found["completed"] == 5  # due after 2 to 6 seconds
+    with pytest.raises(OptionError, match="leave nothing"):
+        Window.of(drawn, 5, 5)
+
+
+def test_a_goal_that_is_none_is_refused() -> None:
+    assert Goals.parse(["ttft:1000", "gap:100"]) == Goals(ttft=1000, gap=100)
+    for wrong in ("ttft", "ttft:", "ttft:x", "speed:3", "gap:-1", "gap:nan"):
+        with pytest.raises(OptionError, match="is no goal"):
+            Goals.parse([wrong])
