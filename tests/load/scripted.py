@@ -32,7 +32,7 @@ class ScriptedServer:
         self.url = ""
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while head := await reader.readuntil(b"\r\n\r\n"):
                 lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
                 body = await reader.readexactly(int(lengths[0].split(b":")[1])) if lengths else b""
@@ -61,8 +61,8 @@ class ScriptedServer:
         due, chat = clock(), "messages" in body
         continuous = (body.get("stream_options") or {}).get("continuous_usage_stats")
         for index, delay in enumerate(script.delays):
-            due += delay
-            await asyncio.sleep(max(0.0, max(due, self.stalled_until) - clock()))
+            due = max(due + delay, self.stalled_until)
+            await asyncio.sleep(max(0.0, due - clock()))
             if index == script.cut_after:
                 return False
             if index == script.error_after:

@@ -15,10 +15,12 @@ from weft.errors import OptionError
 if TYPE_CHECKING:
     from weft.bench.interference import Interference
     from weft.engine.engine import Engine
+    from weft.load.interference import Seen
 
 SIMULATED_PROMPT = 60_000  # tokens
 SHAPE_TOKENS = 16_384  # a step, at most, with --shape
 SIMULATED_GAP = 0.025  # seconds
+STREAM_TOKENS = 4000  # of each stream's answer with --url: more than it comes to
 REAL_FACTOR, SIMULATED_FACTOR = 1.3, 1.1  # of the target: where the 99.9th percentile is to stay within
 
 
@@ -35,6 +37,7 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="left out: the small model that ships with weft")
     add("--shape", metavar="S", help=f"{SHAPE_HELP}, instead of MODEL, with random weights")
+    add("--url", metavar="URL", help="of a running OpenAI-compatible server, instead of all else: seen from outside")
     add("--runs", type=int, default=5, metavar="N", help="real runs of slo, of which the median counts (default: 5)")
     add(
         "--prompt-tokens",
@@ -59,6 +62,8 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 def run(arguments: argparse.Namespace) -> int:
     if arguments.runs < 1:
         raise OptionError(f"--runs {arguments.runs} must be at least 1")
+    if arguments.url is not None:
+        return _outside(arguments)
     if arguments.model is not None and arguments.shape is not None:
         raise OptionError(f"MODEL {arguments.model} and --shape {arguments.shape}: give one of them")
     if arguments.prompt_tokens is not None and arguments.prompt_tokens < 1:
@@ -97,6 +102,57 @@ def run(arguments: argparse.Namespace) -> int:
             panels.append((f"{arguments.model or arguments.shape or 'default model'} (measured)", _typical(real)))
         interference_chart(arguments.chart, panels)
     return 0
+
+
+def _outside(arguments: argparse.Namespace) -> int:
+    """Against a server, once. MODEL is its name there."""
+    import asyncio
+
+    if arguments.shape is not None or arguments.simulated_only:
+        raise OptionError("--url measures a server: leave --shape and --simulated-only out")
+    if arguments.chart is not None:
+        raise OptionError("--chart needs several policies: leave --url out")
+    seen = asyncio.run(_interfere(arguments))
+    print(f"{'gaps, ms':<10} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8}")
+    parts = {"before": seen.before, "during": seen.during, "after": seen.after}
+    for name, gaps in parts.items():
+        found = _percentiles(gaps.tolist())
+        print(f"{name:<10} " + (" ".join(f"{value:>8.1f}" for value in found.values()) if found else "none"))
+    print(f"long prompts read in {seen.read:.2f} s, first tokens after {_milliseconds(seen.ttfts)}")
+    if arguments.json is not None:
+        row = {
+            "where": arguments.url,
+            "policy": None,
+            "target_ms": None,
+            "quiet_gap_ms": _percentiles(seen.before.tolist()),
+            "gap_ms": _percentiles(seen.during.tolist()),
+            "after_gap_ms": _percentiles(seen.after.tolist()),
+            "steps_with_prefill": None,
+            "read_in_s": seen.read,
+            "ttft_ms": [1000 * ttft for ttft in seen.ttfts],
+        }
+        arguments.json.write_text(json.dumps([row], indent=1) + "\n")
+    return 0
+
+
+async def _interfere(arguments: argparse.Namespace) -> "Seen":
+    import os
+
+    from weft.bench.interference import Scenario
+    from weft.load.client import Client
+    from weft.load.interference import interfere
+    from weft.load.prompts import Atoms, make_asks
+    from weft.load.workload import Wish
+
+    scenario = Scenario()
+    tokens = arguments.prompt_tokens or scenario.prompt_tokens
+    async with Client(arguments.url, arguments.model, key=os.environ.get("OPENAI_API_KEY")) as client:
+        await client.meet()
+        atoms = await Atoms.find(client.count)
+        streams = [Wish(0.0, scenario.stream_prompt, STREAM_TOKENS)] * scenario.streams
+        prompts = [Wish(number * scenario.every, tokens, 1) for number in range(scenario.prompts)]
+        asks = await make_asks([*streams, *prompts], atoms, 0, client.count)
+        return await interfere(client, asks[: len(streams)], asks[len(streams) :])
 
 
 def _simulated(name: str, bias: float, noise: float) -> "list[Interference]":
@@ -178,19 +234,24 @@ def _print_gaps(where: str, run: "Interference") -> None:
     print(f"{where:<44} {run.policy:<11} {cells}   {run.steps} steps with prefill", flush=True)
 
 
-def _row(where: str, run: "Interference") -> dict[str, Any]:
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """In milliseconds; empty where there is nothing."""
     import numpy as np
 
-    def percentiles(values: Sequence[float]) -> dict[str, float]:
-        names = ("p50", "p99", "p999", "max")
-        return dict(zip(names, (np.percentile(values, (50, 99, 99.9, 100)) * 1000).tolist(), strict=True))
+    if not seconds:
+        return {}
+    found = np.percentile(seconds, (50, 99, 99.9, 100)) * 1000
+    return dict(zip(("p50", "p99", "p999", "max"), found.tolist(), strict=True))
 
+
+def _row(where: str, run: "Interference") -> dict[str, Any]:
     return {
         "where": where,
         "policy": run.policy,
         "target_ms": run.target * 1000,
-        "quiet_gap_ms": percentiles(run.quiet.tolist()),
-        "gap_ms": percentiles(run.gaps.tolist()),
+        "quiet_gap_ms": _percentiles(run.quiet.tolist()),
+        "gap_ms": _percentiles(run.gaps.tolist()),
+        "after_gap_ms": {},  # not looked at
         "steps_with_prefill": run.steps,
         "read_in_s": run.prefill,
         "ttft_ms": [1000 * ttft for ttft in run.ttfts],

@@ -98,10 +98,13 @@ class Client:
         if reply.status != 200:
             raise EngineError(f"{self.base} does not answer a first request: {reply.error}")
 
-    async def send(self, ask: Ask, number: int, start: float, due: float) -> Reply:
-        """One request, now. `start` is the run's start on the clock, `due` seconds after it."""
+    async def send(self, ask: Ask, number: int, start: float, due: float, reply: Reply | None = None) -> Reply:
+        """One request, now. `start` is the run's start on the clock, `due` seconds after it.
+
+        A `reply` that is given is filled in as the answer comes.
+        """
         assert self._session is not None
-        reply = Reply(number, due, ask.prompt_tokens)
+        reply = Reply(number, due, ask.prompt_tokens) if reply is None else reply
         body = msgspec.json.encode(self._body(ask))
         reply.sent = self.clock() - start
         try:

@@ -4,8 +4,9 @@ The JSON reads like that of vLLM's benchmark: the same names where the meaning i
 """
 
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -111,14 +112,14 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
     done = [reply for reply in inside if reply.is_complete]
     seconds = _seconds(run, window, inside)
     read, written = sum(reply.prompt_tokens for reply in done), sum(reply.output_tokens for reply in done)
-    errors = Counter(reply.error for reply in inside if reply.error)
+    errors = _grouped(reply.error for reply in inside if reply.error)
     found: dict[str, Any] = {
         "duration": seconds,
         "num_prompts": len(inside),
         "completed": len(done),
         "failed": len(inside) - len(done),
         "unfinished": run.in_flight if run.was_interrupted else 0,
-        "errors": dict(errors.most_common()),
+        "errors": errors,
         "was_interrupted": run.was_interrupted,
         "total_input_tokens": read,
         "total_output_tokens": written,
@@ -143,6 +144,13 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
     for name, values in pooled.items():
         found |= _spread(name, values * 1e3)
     return found
+
+
+def _grouped(errors: Iterable[str]) -> dict[str, int]:
+    """How often each was met; those that differ in numbers alone count as one, under the first of them."""
+    first: dict[str, str] = {}
+    counts = Counter(first.setdefault(re.sub(r"\d+(\.\d+)?", "0", error), error) for error in errors)
+    return dict(counts.most_common())
 
 
 def _spread(name: str, values: Array) -> dict[str, float | None]:
