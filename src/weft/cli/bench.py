@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from weft.cli import interference, latency, load, offline, streams
+from weft.cli import interference, latency, load, offline, ratesweep, streams, versus
 
 SIZES = (1, 64, 256, 1024, 4096)
 
@@ -30,6 +30,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     scheduler.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     scheduler.set_defaults(run=run_scheduler)
     load.register(kinds)
+    ratesweep.register(kinds)
+    versus.register(kinds)
     offline.register(kinds)
     latency.register(kinds)
     interference.register(kinds)

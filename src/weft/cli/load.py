@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.load.ask import Ask
     from weft.load.client import Client
     from weft.load.drive import Run
+    from weft.load.figures import Goals
     from weft.load.prompts import Count
     from weft.load.workload import Wish
 
@@ -48,8 +49,18 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--url", required=True, help="of the server, with or without /v1")
+    add_load_arguments(parser)
     add = parser.add_argument
-    add("--url", required=True, help="of the server, with or without /v1")
+    add("--json", type=Path, metavar="FILE", help="also write all figures as a JSON object, with vLLM's names")
+    add("--save-detailed", action="store_true", help="with --json: every request with the times of its chunks")
+    add("--no-progress", dest="progress", action="store_false", help="no live view")
+    parser.set_defaults(run=run)
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is asked of a server, and what counts; for all commands that measure servers."""
+    add = parser.add_argument
     add("--model", help="name of the model (default: the first that the server names)")
     add(
         "--endpoint",
@@ -88,28 +99,31 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         metavar="NAME:MS",
         help="count requests that keep all of these: ttft, tpot, e2el, gap (99%% of the gaps), as ttft:1000 gap:100",
     )
-    add("--json", type=Path, metavar="FILE", help="also write all figures as a JSON object, with vLLM's names")
-    add("--save-detailed", action="store_true", help="with --json: every request with the times of its chunks")
-    add("--no-progress", dest="progress", action="store_false", help="no live view")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise OptionError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
+    found = measured(arguments, arguments.url)
+    _show(found)
+    if arguments.json is not None:
+        if not arguments.save_detailed:
+            del found["requests"]
+        write_json(arguments.json, found)
+    return 130 if found["was_interrupted"] else 0 if found["completed"] else 1
+
+
+def measured(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
+    """One run against a server: all figures, and every request."""
     from weft.load.figures import Goals
 
     _check(arguments)
     goals = Goals.parse(arguments.goodput) if arguments.goodput else None
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise OptionError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
-    measured = _run(_measure(arguments))
-    found = _figures(measured, arguments, goals)
-    _show(found)
-    if arguments.json is not None:
-        _write(arguments.json, found if not arguments.save_detailed else {**found, "requests": _detailed(measured)})
-    return 130 if measured.was_interrupted else 0 if found["completed"] else 1
+    model, run = _run(_measure(arguments, url))
+    return {**_figures(run, arguments, url, model, goals), "requests": _detailed(run)}
 
 
-def _run(measuring: "Coroutine[Any, Any, Run]") -> "Run":
+def _run(measuring: "Coroutine[Any, Any, tuple[str, Run]]") -> "tuple[str, Run]":
     """On the fastest event loop that there is."""
     try:
         import uvloop
@@ -133,8 +147,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise OptionError(f"--trace {arguments.trace} and --sharegpt {arguments.sharegpt}: give one of them")
 
 
-async def _measure(arguments: argparse.Namespace) -> "Run":
-    """Sends everything. Interrupted, it gives what is known by then."""
+async def _measure(arguments: argparse.Namespace, url: str) -> "tuple[str, Run]":
+    """Sends everything; the model's name and what came back. Interrupted, it gives what is known by then."""
     from weft.load.client import Client
     from weft.load.drive import Run, drive
     from weft.load.live import live_view
@@ -142,9 +156,8 @@ async def _measure(arguments: argparse.Namespace) -> "Run":
     run = Run()
     key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
     options = {"endpoint": arguments.endpoint, "key": key, "temperature": arguments.temperature}
-    async with Client(arguments.url, arguments.model, timeout=arguments.timeout, **options) as client:
+    async with Client(url, arguments.model, timeout=arguments.timeout, **options) as client:
         await client.meet()
-        arguments.model = client.model
         asks = await _asks(arguments, client)
         open_loop = arguments.trace is not None or arguments.request_rate < math.inf or not arguments.max_concurrency
         show = arguments.progress and sys.stderr.isatty()
@@ -161,7 +174,7 @@ async def _measure(arguments: argparse.Namespace) -> "Run":
             )
             with _interrupting(driving), contextlib.suppress(asyncio.CancelledError):
                 await driving
-    return run
+    return client.model, run
 
 
 @contextlib.contextmanager
@@ -250,15 +263,15 @@ async def _context(client: "Client") -> int | None:
     return None
 
 
-def _figures(run: "Run", arguments: argparse.Namespace, goals: Any) -> dict[str, Any]:
+def _figures(run: "Run", arguments: argparse.Namespace, url: str, model: str, goals: "Goals | None") -> dict[str, Any]:
     from weft.load.figures import DEFINITIONS, Window, figures
 
     rate = arguments.request_rate
     about = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         "backend": "openai" if arguments.endpoint == "completions" else "openai-chat",
-        "base_url": arguments.url,
-        "model_id": arguments.model,
+        "base_url": url,
+        "model_id": model,
         "client": f"weft {__version__}",
         "request_rate": rate if rate < math.inf else "inf",
         "burstiness": arguments.burstiness,
@@ -321,7 +334,7 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _write(file: Path, data: dict[str, Any]) -> None:
+def write_json(file: Path, data: Any) -> None:
     try:
         file.write_text(json.dumps(data, indent=1) + "\n")
     except OSError as error:

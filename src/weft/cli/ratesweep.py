@@ -1,0 +1,110 @@
+"""`weft bench sweep`: a server under rising load, and the highest rate at which it keeps its goals."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from weft.cli.load import add_load_arguments, measured
+from weft.errors import OptionError
+
+COLUMNS = ("request_throughput", "output_throughput", "goodput_share", "p50_ttft_ms", "p99_ttft_ms", "p99_gap_ms")
+# What of the arguments does not change what is measured.
+BESIDE = {"run", "command", "kind", "variant", "rates", "find", "hold", "out", "progress", "request_rate", "api_key"}
+
+EPILOG = """\
+examples:
+  weft bench sweep --variant "slo: weft serve --port {port} --policy slo" --rates 1 2 4 8 --goodput ttft:1000 gap:100
+  weft bench sweep --find 0.5:16 --goodput ttft:1000 gap:100 \\
+                   --variant "512: vllm serve M --port {port} --max-num-batched-tokens 512"
+"""
+
+
+def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "sweep",
+        help="measure servers at several rates",
+        description="Measures each variant at each rate, or finds the highest rate at which it keeps its goals, by "
+        "bisection. A variant is a server that runs, or a command that is started anew for every run; chunk sizes and "
+        "policies are variants. What is in the file already is not measured again.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--variant",
+        action="append",
+        required=True,
+        metavar="NAME: URL|COMMAND",
+        help="one or more; in a command, {port} is where the port goes",
+    )
+    add("--rates", type=float, nargs="+", metavar="R", help="requests a second, each measured")
+    add("--find", metavar="LOW:HIGH", help="find the highest rate in between at which the goals of --goodput are kept")
+    add("--hold", type=float, default=0.99, metavar="SHARE", help="of requests that must keep them (default: 0.99)")
+    add("--out", type=Path, default=Path("sweep.jsonl"), metavar="FILE", help="default: sweep.jsonl")
+    add_load_arguments(parser)
+    add("--no-progress", dest="progress", action="store_false", help="no live view")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from weft.load.sweep import Lines, highest
+    from weft.load.variants import Variant, parse_variants, running
+
+    low, high = _range(arguments)
+    lines = Lines(arguments.out)
+    settings = {name: str(value) for name, value in sorted(vars(arguments).items()) if name not in BESIDE}
+
+    def measure(variant: Variant, rate: float) -> dict[str, Any]:
+        def now() -> dict[str, Any]:
+            print(f"{variant.name} at {rate:g} requests/s", file=sys.stderr, flush=True)
+            arguments.request_rate = rate
+            with running(variant) as url:
+                found = measured(arguments, url)
+            del found["requests"]
+            return found
+
+        about = {"variant": variant.name, "target": variant.target, "rate": rate, "settings": settings}
+        found = lines.get(about, now)
+        if found["was_interrupted"]:
+            raise KeyboardInterrupt
+        _print(variant.name, rate, found)
+        return found
+
+    print(f"{'variant':<16}{'rate':>8}" + "".join(f"{name:>20}" for name in COLUMNS))
+    for variant in parse_variants(arguments.variant):
+        for rate in arguments.rates or ():
+            measure(variant, rate)
+        if arguments.find is not None:
+            best = highest(low, high, lambda rate, it=variant: measure(it, rate)["goodput_share"] >= arguments.hold)  # type: ignore[misc]
+            told = f"{best:.3g} requests/s" if best is not None else f"less than {low:g} requests/s"
+            print(
+                f"{variant.name}: the goals are kept by {arguments.hold:.0%} of the requests up to {told}", flush=True
+            )
+    return 0
+
+
+def _range(arguments: argparse.Namespace) -> tuple[float, float]:
+    if arguments.rates is None and arguments.find is None:
+        raise OptionError("nothing to measure: give --rates, or --find LOW:HIGH")
+    if any(not rate > 0 for rate in arguments.rates or ()):
+        raise OptionError(f"--rates {' '.join(f'{rate:g}' for rate in arguments.rates)} must all be above 0")
+    if arguments.trace is not None:
+        raise OptionError("--trace has its own times: use bench serve with --rate-scale")
+    if arguments.find is None:
+        return 0.0, 0.0
+    if not arguments.goodput:
+        raise OptionError("--find needs goals to keep: give --goodput, as in ttft:1000 gap:100")
+    try:
+        low, high = map(float, arguments.find.split(":"))
+    except ValueError:
+        low = high = 0.0
+    if not 0 < low < high:
+        raise OptionError(f"--find {arguments.find!r} must be LOW:HIGH, two rates above 0, the lower one first")
+    return low, high
+
+
+def _print(name: str, rate: float, found: dict[str, Any]) -> None:
+    cells = [found.get(column) for column in COLUMNS]
+    shown = "".join(f"{'-' if cell is None else f'{cell:.2f}':>20}" for cell in cells)
+    print(f"{name:<16}{rate:>8.3g}{shown}", flush=True)

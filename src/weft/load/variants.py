@@ -1,0 +1,97 @@
+"""Variants: servers that are compared, each running already or started for the purpose."""
+
+import contextlib
+import shlex
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from weft.errors import EngineError, OptionError
+
+PATIENCE = 600.0  # seconds for a server to come up
+SAID = 20  # last lines of a server that are shown where it does not
+
+
+class Variant(NamedTuple):
+    name: str
+    target: str  # a URL, or a command with {port} in it
+
+    @property
+    def is_running(self) -> bool:
+        return self.target.startswith(("http://", "https://"))
+
+
+def parse_variants(texts: Sequence[str]) -> list[Variant]:
+    """From `NAME: URL` or `NAME: COMMAND with {port}`."""
+    found = []
+    for text in texts:
+        name, _, target = (part.strip() for part in text.partition(":"))
+        if not name or not target or not (Variant(name, target).is_running or "{port}" in target):
+            raise OptionError(
+                f"--variant {text!r} must be NAME: URL, or NAME: COMMAND with {{port}} where the port goes, as in "
+                "'slo: weft serve --port {port} --policy slo'"
+            )
+        found.append(Variant(name, target))
+    names = [variant.name for variant in found]
+    if len({*names}) < len(names):
+        raise OptionError(f"two variants have the same name: {', '.join(names)}")
+    return found
+
+
+@contextlib.contextmanager
+def running(variant: Variant, patience: float = PATIENCE) -> Iterator[str]:
+    """The URL of a variant that answers. One that was started for it ends with it."""
+    if variant.is_running:
+        yield variant.target
+        return
+    port = _free_port()
+    command = shlex.split(variant.target.replace("{port}", str(port)))
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+    except OSError as error:
+        raise EngineError(f"cannot start {variant.name}: {command[0]}: {error.strerror}") from None
+    said: deque[str] = deque(maxlen=SAID)
+    assert process.stdout is not None
+    # Its pipe is kept empty, so that the server is never held up by it.
+    listening = threading.Thread(target=said.extend, args=(process.stdout,), daemon=True)
+    listening.start()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_for(url, process, patience, variant, said)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        listening.join(5)
+        process.stdout.close()
+
+
+def _wait_for(url: str, process: subprocess.Popen[str], patience: float, variant: Variant, said: deque[str]) -> None:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            time.sleep(0.2)  # its last words may still be on their way
+            raise EngineError(f"{variant.name} ended while it started; its last words:\n{''.join(said)}")
+        with contextlib.suppress(OSError), urllib.request.urlopen(url + "/v1/models", timeout=5) as response:
+            if response.status == 200:
+                return
+        time.sleep(0.2)
+    raise EngineError(f"{variant.name} does not answer at {url} after {patience:g} s; it said:\n{''.join(said)}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
