@@ -79,7 +79,8 @@ def test_a_server_that_does_not_come_up_is_quoted() -> None:
 def test_ab_starts_measures_and_ends_each_variant(tmp_path: Path) -> None:
     file = tmp_path / "ab.json"
     sent = ["--num-prompts", "20", "--input-len", "16", "--output-len", "1", "--repeats", "2"]
-    done = weft("ab", "--variant", f"one: {STUB}", "--variant", f"two: {STUB}", *sent, "--json", str(file))
+    written = ["--json", str(file), "--html", str(tmp_path / "ab.html"), "--chart", str(tmp_path / "ab.svg")]
+    done = weft("ab", "--variant", f"one: {STUB}", "--variant", f"two: {STUB}", *sent, *written)
     assert done.returncode == 0, done.stderr
     assert "run 4 of 4: one" in done.stderr
     found = json.loads(file.read_text())
@@ -87,6 +88,8 @@ def test_ab_starts_measures_and_ends_each_variant(tmp_path: Path) -> None:
     assert all(run["completed"] == 20 for runs in found["runs"].values() for run in runs)
     assert found["ratios"]["two"]["p50_ttft_ms"]["value"] > 0
     assert "p50_ttft_ms" in done.stdout
+    assert "one against two" in (tmp_path / "ab.html").read_text()
+    assert "time to the first token" in (tmp_path / "ab.svg").read_text()
 
 
 def test_compare_reads_what_serve_wrote(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from weft import __version__
 from weft.errors import EngineError, OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Sequence
 
     from weft.load.ask import Ask
     from weft.load.client import Client
@@ -54,6 +54,9 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="also write all figures as a JSON object, with vLLM's names")
     add("--save-detailed", action="store_true", help="with --json: every request with the times of its chunks")
+    add(
+        "--html", type=Path, metavar="FILE.html", help="also write a report with charts, one file that needs no network"
+    )
     add("--no-progress", dest="progress", action="store_false", help="no live view")
     parser.set_defaults(run=run)
 
@@ -102,15 +105,24 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise OptionError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
+    check_folders(arguments)
     found = measured(arguments, arguments.url)
     _show(found)
+    if arguments.html is not None:
+        write_html(arguments.html, [(found["model_id"], found)], f"{found['model_id']} at {arguments.url}")
     if arguments.json is not None:
         if not arguments.save_detailed:
             del found["requests"]
         write_json(arguments.json, found)
     return 130 if found["was_interrupted"] else 0 if found["completed"] else 1
+
+
+def check_folders(arguments: argparse.Namespace) -> None:
+    """Before anything is measured: what cannot be written is said now."""
+    for name in ("json", "html"):
+        file = getattr(arguments, name)
+        if file is not None and not file.parent.is_dir():
+            raise OptionError(f"--{name} {file}: there is no folder {file.parent}")
 
 
 def measured(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
@@ -282,7 +294,8 @@ def _figures(run: "Run", arguments: argparse.Namespace, url: str, model: str, go
         "rate_scale": arguments.rate_scale,
     }
     window = Window.of(run.replies, arguments.warmup, arguments.cooldown)
-    return {**about, **figures(run, window, goals), "definitions": DEFINITIONS}
+    counted = {"warmup_s": arguments.warmup, "cooldown_s": arguments.cooldown}
+    return {**about, **counted, **figures(run, window, goals), "definitions": DEFINITIONS}
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -305,6 +318,13 @@ def _show(found: dict[str, Any]) -> None:
         row = [found[f"{kind}_{name}_ms"] for kind in SHOWN]
         print(f"{name:<6}" + "".join(f"{value:>10.2f}" if value is not None else f"{'-':>10}" for value in row))
     print("\n" + "\n".join(f"{name}: {found['definitions'][name]}" for name in DEFINED))
+    if "p50_outside_ms" in found:
+        parts = {"its queue": "server_queue", "prefill": "server_prefill", "outside of it": "outside"}
+        shown = ", ".join(f"{found[f'p50_{key}_ms']:.1f} ms {name}" for name, key in parts.items())
+        print(
+            f"\nthe server's own account of the time to the first token (medians): {shown} (network, parsing); "
+            f"{found['total_cached_tokens']} of {found['total_input_tokens']} prompt tokens came from its cache"
+        )
     lag = found["p99_lag_ms"]
     if lag is not None and lag > SLOW_CLIENT_MS:
         print(
@@ -334,8 +354,18 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
+def write_html(file: Path, runs: "Sequence[tuple[str, dict[str, Any]]]", title: str) -> None:
+    from weft.load.report import html_report
+
+    _write(file, html_report(runs, title))
+
+
 def write_json(file: Path, data: Any) -> None:
+    _write(file, json.dumps(data, indent=1) + "\n")
+
+
+def _write(file: Path, text: str) -> None:
     try:
-        file.write_text(json.dumps(data, indent=1) + "\n")
+        file.write_text(text)
     except OSError as error:
         raise EngineError(f"cannot write {file}: {error.strerror}; the figures are above") from None

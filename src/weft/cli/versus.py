@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weft.cli.load import add_load_arguments, measured, write_json
+from weft.cli.load import add_load_arguments, check_folders, measured, write_html, write_json
 from weft.errors import OptionError
 
 AB_EPILOG = """\
@@ -38,6 +38,8 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     add("--repeats", type=int, default=3, metavar="N", help="runs of each (default: 3)")
     add_load_arguments(ab)
     add("--json", type=Path, metavar="FILE", help="also write all runs and ratios")
+    add("--html", type=Path, metavar="FILE.html", help="also write a report with charts, of the first run of each")
+    add("--chart", type=Path, metavar="FILE.svg", help="also draw percentiles of all runs (needs weft[charts])")
     add("--no-progress", dest="progress", action="store_false", help="no live view")
     ab.set_defaults(run=run_ab)
     compare = kinds.add_parser(
@@ -53,6 +55,7 @@ def run_ab(arguments: argparse.Namespace) -> int:
     from weft.load.variants import parse_variants, running
     from weft.load.versus import turns
 
+    check_folders(arguments)
     variants = {variant.name: variant for variant in parse_variants(arguments.variant)}
     if len(variants) < 2:
         raise OptionError("--variant is needed twice or more: there is nothing to compare with")
@@ -68,6 +71,12 @@ def run_ab(arguments: argparse.Namespace) -> int:
             break
         runs[name].append(found)
     _show(runs)
+    if arguments.html is not None and all(runs.values()):
+        write_html(arguments.html, [(name, found[0]) for name, found in runs.items()], " against ".join(runs))
+    if arguments.chart is not None and all(runs.values()):
+        from weft.bench.charts import variants_chart
+
+        variants_chart(arguments.chart, runs)
     if arguments.json is not None:
         from weft.load.versus import comparison
 

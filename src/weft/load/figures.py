@@ -143,6 +143,25 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
     }
     for name, values in pooled.items():
         found |= _spread(name, values * 1e3)
+    return {**found, **_server_side(done)}
+
+
+def _server_side(done: list[Reply]) -> dict[str, Any]:
+    """What weft says of the same requests, where it is a weft: milliseconds in its queue, its prefill, its decoding.
+
+    `outside` is what is left of the client's time to the first token without its own lag and the server's part: the
+    network, and reading the request and writing the answer.
+    """
+    told = [reply for reply in done if reply.server is not None and "ttft_ms" in reply.server]
+    if not told:
+        return {}
+    found: dict[str, Any] = {}
+    for name in ("queue", "prefill", "decode", "ttft"):
+        values = [reply.server[f"{name}_ms"] for reply in told if reply.server and f"{name}_ms" in reply.server]
+        found |= _spread(f"server_{name}", np.array(values, np.float64))
+    outside = [(reply.times[0] - reply.sent) * 1e3 - reply.server["ttft_ms"] for reply in told if reply.server]
+    found |= _spread("outside", np.array(outside))
+    found["total_cached_tokens"] = sum(reply.cached_tokens or 0 for reply in told)
     return found
 
 
