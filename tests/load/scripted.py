@@ -18,6 +18,9 @@ class Script:
     cut_after: int | None = None  # chunks, after which the connection is closed
     error_after: int | None = None  # chunks, after which an error frame comes
     tells_usage: bool = True
+    says_done: bool = True  # at the end of the events
+    lingers: float = 0.0  # seconds from there to the end of the message
+    beside: dict[str, Any] = field(default_factory=dict)  # in every chunk
     delta: Callable[[int], dict[str, Any]] = lambda index: {"content": "a"}
 
 
@@ -68,15 +71,25 @@ class ScriptedServer:
             if index == script.error_after:
                 _event(writer, {"error": {"message": "the engine died"}})
                 break
-            choice = {"index": 0, "delta": script.delta(index)} if chat else {"index": 0, "text": "a"}
+            choice: dict[str, Any] = {"index": 0, "delta": script.delta(index)} if chat else {"index": 0, "text": "a"}
+            choice["finish_reason"] = "length" if index == len(script.delays) - 1 else None
             usage = {"prompt_tokens": 5, "completion_tokens": (index + 1) * script.tokens}
-            _event(writer, {"choices": [choice], **({"usage": usage} if continuous and script.tells_usage else {})})
+            _event(
+                writer,
+                {
+                    "choices": [choice],
+                    **script.beside,
+                    **({"usage": usage} if continuous and script.tells_usage else {}),
+                },
+            )
             await writer.drain()
         else:
             if script.tells_usage and body.get("stream_options"):
                 usage = {"prompt_tokens": 5, "completion_tokens": len(script.delays) * script.tokens}
                 _event(writer, {"choices": [], "usage": usage})
-        _frame(writer, b"data: [DONE]\n\n")
+        if script.says_done:
+            _frame(writer, b"data: [DONE]\n\n")
+        await asyncio.sleep(script.lingers)
         writer.write(b"0\r\n\r\n")
         return True
 

@@ -99,6 +99,7 @@ def test_who_waits_for_a_free_place_is_late_from_when_it_was_due() -> None:
     found = in_all(run_)
     assert found["max_concurrent_requests"] == 1
     assert found["max_ttft_ms"] == pytest.approx(400, **NEAR)
+    assert found["max_lag_ms"] == pytest.approx(0, abs=0.01), "the client could not send, but not because it was slow"
 
 
 def test_in_a_closed_loop_a_request_is_due_when_the_one_before_has_ended() -> None:
@@ -158,6 +159,26 @@ def test_first_content_may_be_a_thought_or_a_tool_call() -> None:
     assert reply.times[0] - reply.due == pytest.approx(0.04)
 
 
+def test_servers_have_their_ways() -> None:
+    """No [DONE], an error that is none, numbers that are none, and a message that ends long after the answer."""
+    scripts = [
+        Script([0.1, 0.1], says_done=False),
+        Script([0.1, 0.1], beside={"error": None}),
+        Script([0.1, 0.1], beside={"metrics": "none", "usage": {"completion_tokens": "2", "prompt_tokens": None}}),
+        Script([0.1, 0.1], lingers=1.0),
+    ]
+
+    async def run() -> Run:
+        script = scripted(lambda body, number: scripts[number])
+        async with script as server, Client(server.url, "scripted", clock=virtual.clock) as client:
+            return await drive(client, asks(4, 0.01))
+
+    found = in_all(virtual.run(run()))
+    assert (found["completed"], found["failed"]) == (4, 0), found["errors"]
+    assert found["max_e2el_ms"] == pytest.approx(200, **NEAR)
+    assert found["max_tpot_ms"] == pytest.approx(100, **NEAR)
+
+
 def test_a_server_that_knows_less_is_asked_for_less() -> None:
     async def run() -> tuple[Run, list[dict[str, Any]]]:
         async with scripted(lambda body, number: Script([0.0, 0.01], tells_usage=False)) as server:
@@ -211,7 +232,7 @@ replies = st.builds(
 
 
 def _reply(due: float, sent: float, times: list[float], extra: int) -> Reply:
-    return Reply(0, due, 7, sent, times, [], (times or [sent])[-1], len(times) + extra)
+    return Reply(0, due, 7, sent, times, (times or [sent])[-1], len(times) + extra)
 
 
 @given(st.lists(replies, max_size=20), st.floats(1, 5000))
@@ -242,6 +263,7 @@ def test_warm_up_and_cool_down_are_left_out() -> None:
     run = Run(drawn, 10, 10, 10.0)
     found = figures(run, Window.of(drawn, 2, 3))
     assert found["completed"] == 5  # due after 2 to 6 seconds
+    assert found["request_throughput"] == pytest.approx(5 / 4), "ended after 2, 3, 4, 5 and 6, within four seconds"
     with pytest.raises(OptionError, match="leave nothing"):
         Window.of(drawn, 5, 5)
 

@@ -49,7 +49,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
 def test_what_one_run_says_has_no_interval_and_what_is_missing_no_ratio() -> None:
     one = ratio([2.0], [3.0])
     assert one is not None
-    assert (one.value, one.low, one.is_clear) == (1.5, 0.0, False)
+    assert (one.value, one.low, one.is_clear) == (1.5, None, False)
     assert ratio([2.0, 0.0], [3.0, 1.0]) is None
     told = comparison({"a": [{"p99_ttft_ms": 10.0}], "b": [{"p99_ttft_ms": 20.0}]})
     assert told["b"]["p99_ttft_ms"] is not None

@@ -74,7 +74,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
     load = parser.add_argument_group("what is sent")
     add = load.add_argument
-    add("--num-prompts", type=int, metavar="N", help="requests (default: 100, or all of a trace)")
+    add("--num-prompts", type=int, metavar="N", help="requests (default: 100, or as many as fit into --duration)")
     add("--input-len", default="256", metavar="LENGTHS", help="tokens of a prompt (default: 256)")
     add("--output-len", default="128", metavar="LENGTHS", help="tokens of an answer (default: 128)")
     add("--trace", type=Path, metavar="FILE", help="Azure's CSV or Mooncake's JSON lines: times, lengths and prefixes")
@@ -119,19 +119,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 def check_folders(arguments: argparse.Namespace) -> None:
     """Before anything is measured: what cannot be written is said now."""
-    for name in ("json", "html"):
-        file = getattr(arguments, name)
+    for name in ("json", "html", "chart"):
+        file = getattr(arguments, name, None)
         if file is not None and not file.parent.is_dir():
             raise OptionError(f"--{name} {file}: there is no folder {file.parent}")
 
 
-def measured(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
-    """One run against a server: all figures, and every request."""
+def measured(arguments: argparse.Namespace, url: str, words: int = 0) -> dict[str, Any]:
+    """One run against a server: all figures, and every request.
+
+    Other `words` say the same otherwise, so that a server that is asked again has nothing of it in its prefix cache.
+    """
     from weft.load.figures import Goals
 
     _check(arguments)
     goals = Goals.parse(arguments.goodput) if arguments.goodput else None
-    model, run = _run(_measure(arguments, url))
+    model, run = _run(_measure(arguments, url, words))
     return {**_figures(run, arguments, url, model, goals), "requests": _detailed(run)}
 
 
@@ -152,14 +155,16 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("rate_scale", "duration", "timeout", "request_rate"):
         if not getattr(arguments, name) > 0:
             raise OptionError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be above 0")
-    for name in ("warmup", "cooldown", "temperature"):
+    if arguments.timeout == math.inf:
+        raise OptionError("--timeout inf must be a number of seconds")
+    for name in ("warmup", "cooldown", "temperature", "seed"):
         if not getattr(arguments, name) >= 0:
             raise OptionError(f"--{name} {getattr(arguments, name)} must be at least 0")
     if arguments.trace is not None and arguments.sharegpt is not None:
         raise OptionError(f"--trace {arguments.trace} and --sharegpt {arguments.sharegpt}: give one of them")
 
 
-async def _measure(arguments: argparse.Namespace, url: str) -> "tuple[str, Run]":
+async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tuple[str, Run]":
     """Sends everything; the model's name and what came back. Interrupted, it gives what is known by then."""
     from weft.load.client import Client
     from weft.load.drive import Run, drive
@@ -170,7 +175,7 @@ async def _measure(arguments: argparse.Namespace, url: str) -> "tuple[str, Run]"
     options = {"endpoint": arguments.endpoint, "key": key, "temperature": arguments.temperature}
     async with Client(url, arguments.model, timeout=arguments.timeout, **options) as client:
         await client.meet()
-        asks = await _asks(arguments, client)
+        asks = await _asks(arguments, client, words)
         open_loop = arguments.trace is not None or arguments.request_rate < math.inf or not arguments.max_concurrency
         show = arguments.progress and sys.stderr.isatty()
         async with live_view(run, show):
@@ -206,7 +211,7 @@ def _interrupting(task: "asyncio.Task[Run]") -> Any:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-async def _asks(arguments: argparse.Namespace, client: "Client") -> "list[Ask]":
+async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> "list[Ask]":
     from weft.load.prompts import Atoms, make_asks
     from weft.load.workload import cut
 
@@ -222,7 +227,13 @@ async def _asks(arguments: argparse.Namespace, client: "Client") -> "list[Ask]":
     atoms = await Atoms.find(count)
     if arguments.trace is not None:  # a few of its prompts may be shorter than what a server puts around one
         wishes = [wish._replace(prompt_tokens=max(wish.prompt_tokens, atoms.least)) for wish in wishes]
-    return await make_asks(wishes, atoms, arguments.seed, count)
+    last = max(wish.at for wish in wishes)
+    if arguments.warmup + arguments.cooldown and arguments.warmup + arguments.cooldown >= last:
+        raise OptionError(
+            f"--warmup {arguments.warmup:g} and --cooldown {arguments.cooldown:g} leave nothing of a run whose last "
+            f"request is due after {last:.1f} s: make them shorter, or the run longer"
+        )
+    return await make_asks(wishes, atoms, arguments.seed + 1_000_003 * words, count)
 
 
 async def _wishes(arguments: argparse.Namespace, count: "Count") -> "list[Wish]":
@@ -237,6 +248,8 @@ async def _wishes(arguments: argparse.Namespace, count: "Count") -> "list[Wish]"
         )
         return [wish for wish in wishes if wish.at <= arguments.duration]
     number = arguments.num_prompts or 100
+    if arguments.num_prompts is None and arguments.duration < math.inf and arguments.request_rate < math.inf:
+        number = math.ceil(1.2 * arguments.duration * max(arguments.request_rate, arguments.ramp_to or 0)) + 10
     conversations = []
     if arguments.sharegpt is not None:
         conversations = await workload.of_sharegpt(arguments.sharegpt, arguments.num_prompts, count, random)
@@ -293,7 +306,11 @@ def _figures(run: "Run", arguments: argparse.Namespace, url: str, model: str, go
         "trace": None if arguments.trace is None else arguments.trace.name,
         "rate_scale": arguments.rate_scale,
     }
-    window = Window.of(run.replies, arguments.warmup, arguments.cooldown)
+    try:
+        window = Window.of(run.replies, arguments.warmup, arguments.cooldown)
+    except OptionError as error:  # interrupted early, or a closed loop that was quick
+        print(f"weft: {error}; all requests are counted", file=sys.stderr)
+        window = Window(0.0, math.inf)
     counted = {"warmup_s": arguments.warmup, "cooldown_s": arguments.cooldown}
     return {**about, **counted, **figures(run, window, goals), "definitions": DEFINITIONS}
 
@@ -361,7 +378,7 @@ def write_html(file: Path, runs: "Sequence[tuple[str, dict[str, Any]]]", title: 
 
 
 def write_json(file: Path, data: Any) -> None:
-    _write(file, json.dumps(data, indent=1) + "\n")
+    _write(file, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def _write(file: Path, text: str) -> None:

@@ -1,6 +1,7 @@
 """`weft bench sweep`: a server under rising load, and the highest rate at which it keeps its goals."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{variant.name} at {rate:g} requests/s", file=sys.stderr, flush=True)
             arguments.request_rate = rate
             with running(variant) as url:
-                found = measured(arguments, url)
+                found = measured(arguments, url, words=int(1000 * rate) % 9973)
             del found["requests"]
             return found
 
@@ -87,8 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _range(arguments: argparse.Namespace) -> tuple[float, float]:
     if arguments.rates is None and arguments.find is None:
         raise OptionError("nothing to measure: give --rates, or --find LOW:HIGH")
-    if any(not rate > 0 for rate in arguments.rates or ()):
+    if any(not 0 < rate < math.inf for rate in arguments.rates or ()):
         raise OptionError(f"--rates {' '.join(f'{rate:g}' for rate in arguments.rates)} must all be above 0")
+    if not 0 < arguments.hold <= 1:
+        raise OptionError(f"--hold {arguments.hold:g} must be a share above 0, at most 1")
     if arguments.trace is not None:
         raise OptionError("--trace has its own times: use bench serve with --rate-scale")
     if arguments.find is None:
@@ -99,7 +102,7 @@ def _range(arguments: argparse.Namespace) -> tuple[float, float]:
         low, high = map(float, arguments.find.split(":"))
     except ValueError:
         low = high = 0.0
-    if not 0 < low < high:
+    if not 0 < low < high < math.inf:
         raise OptionError(f"--find {arguments.find!r} must be LOW:HIGH, two rates above 0, the lower one first")
     return low, high
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cli.load import add_load_arguments, check_folders, measured, write_html, write_json
-from weft.errors import OptionError
+from weft.errors import EngineError, OptionError
 
 AB_EPILOG = """\
 examples:
@@ -65,18 +65,16 @@ def run_ab(arguments: argparse.Namespace) -> int:
     order = turns(list(variants), arguments.repeats)
     for number, name in enumerate(order, start=1):
         print(f"run {number} of {len(order)}: {name}", file=sys.stderr, flush=True)
-        with running(variants[name]) as url:
-            found = measured(arguments, url)
+        try:
+            with running(variants[name]) as url:
+                found = measured(arguments, url, words=(number - 1) // len(variants))
+        except EngineError as error:  # what is known by then is told
+            print(f"weft: {error}", file=sys.stderr)
+            break
         if found["was_interrupted"]:
             break
         runs[name].append(found)
     _show(runs)
-    if arguments.html is not None and all(runs.values()):
-        write_html(arguments.html, [(name, found[0]) for name, found in runs.items()], " against ".join(runs))
-    if arguments.chart is not None and all(runs.values()):
-        from weft.bench.charts import variants_chart
-
-        variants_chart(arguments.chart, runs)
     if arguments.json is not None:
         from weft.load.versus import comparison
 
@@ -87,7 +85,13 @@ def run_ab(arguments: argparse.Namespace) -> int:
             for name, ratios in told.items()
         }
         write_json(arguments.json, {"runs": runs, "ratios": ratios})
-    return 0 if all(runs.values()) else 1
+    if arguments.html is not None and all(runs.values()):
+        write_html(arguments.html, [(name, found[0]) for name, found in runs.items()], " against ".join(runs))
+    if arguments.chart is not None and all(runs.values()):
+        from weft.bench.charts import variants_chart
+
+        variants_chart(arguments.chart, runs)
+    return 0 if sum(map(len, runs.values())) == len(order) else 1
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -132,7 +136,7 @@ def _show(runs: dict[str, list[dict[str, Any]]]) -> None:
 def _told(name: str, ratio: Any, more_is_better: bool) -> str:
     if ratio is None:
         return f"{name} -"
-    if ratio.low == 0:
+    if ratio.low is None:
         return f"{name} x{ratio.value:.3f}"
     verdict = "" if not ratio.is_clear else " better" if (ratio.value > 1) == more_is_better else " worse"
     return f"{name} x{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f}){verdict}"

@@ -34,13 +34,14 @@ class Reply:
     prompt_tokens: int  # asked for; then what the server says
     sent: float = math.nan
     times: list[float] = field(default_factory=list)  # of every chunk that has content
-    counts: list[int] = field(default_factory=list)  # tokens of the answer up to each of these; empty: not told
     end: float = math.nan  # of the whole answer, or of the attempt
     output_tokens: int = 0
     cached_tokens: int | None = None
     error: str = ""  # in words; "": all is well
     status: int = 0  # of HTTP; 0: none came
     server: dict[str, Any] | None = None  # what weft tells of its own times
+    has_finished: bool = False  # a reason was given why there is no more
+    free: float = 0.0  # when it might be sent at the earliest, where only so many may be under way
 
     @property
     def is_complete(self) -> bool:
@@ -118,7 +119,8 @@ class Client:
             reply.error = f"no answer within {self._timeout.total:g} s"
         except aiohttp.ClientError as error:
             reply.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        reply.end = self.clock() - start
+        if math.isnan(reply.end):
+            reply.end = self.clock() - start
         return reply
 
     async def count(self, texts: list[str]) -> list[int]:
@@ -127,8 +129,11 @@ class Client:
 
         async def one(text: str) -> int:
             async with gate:
-                found = await self._tokenized(text)
-                return await self._used(text) if found is None else found
+                try:
+                    found = await self._tokenized(text)
+                    return await self._used(text) if found is None else found
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    raise EngineError(f"counting tokens at {self.base}: {error or type(error).__name__}") from None
 
         return list(await asyncio.gather(*map(one, texts)))
 
@@ -161,8 +166,12 @@ class Client:
         async with self._session.post(self.base + "/tokenize", data=msgspec.json.encode(body)) as response:
             if response.status != 200:
                 return None
-            found = msgspec.json.decode(await response.read())
-            return int(found["count"]) if "count" in found else len(found["tokens"])
+            try:
+                found = msgspec.json.decode(await response.read())
+                count = found["count"] if "count" in found else len(found["tokens"])
+            except (msgspec.DecodeError, KeyError, TypeError):
+                return None
+            return count if isinstance(count, int) and count > 0 else None  # llama.cpp's wants another field
 
     async def _used(self, text: str) -> int:
         assert self._session is not None
@@ -170,7 +179,12 @@ class Client:
         async with self._session.post(self.base + PATHS[self.endpoint], data=msgspec.json.encode(body)) as response:
             if response.status != 200:
                 raise EngineError(f"counting tokens: {_refusal(response.status, await response.read())}")
-            return int(msgspec.json.decode(await response.read())["usage"]["prompt_tokens"])
+            try:
+                return int(msgspec.json.decode(await response.read())["usage"]["prompt_tokens"])
+            except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+                raise EngineError(
+                    f"{self.base} tells no usage, by which tokens are counted: pass --tokenizer"
+                ) from None
 
     def _prompt(self, text: str) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
@@ -193,6 +207,7 @@ async def _read(response: aiohttp.ClientResponse, reply: Reply, start: float, cl
             ended |= _take(event, reply, now)
     if rest.strip():
         ended |= _take(rest, reply, clock() - start)
+    ended |= reply.has_finished
     if not reply.error and not ended:
         reply.error = f"the stream was cut after {len(reply.times)} chunks"
     if not reply.error and not reply.times:
@@ -206,29 +221,36 @@ def _take(event: bytes, reply: Reply, now: float) -> bool:
     if not lines:
         return False
     if lines[0] == b"[DONE]":
+        reply.end = now
         return True
     try:
         chunk = msgspec.json.decode(b"\n".join(lines))
-        if "error" in chunk:
-            error = chunk["error"]
+        if error := chunk.get("error"):
             reply.error = str(error.get("message", error) if isinstance(error, dict) else error)
             return True
         usage = chunk.get("usage") or {}
         choices = chunk.get("choices") or ()
-        reply.output_tokens = usage.get("completion_tokens") or reply.output_tokens
-        if choices and _has_content(choices[0]):
-            reply.times.append(now)
-            if "completion_tokens" in usage:
-                reply.counts.append(int(usage["completion_tokens"]))
+        reply.output_tokens = _whole(usage.get("completion_tokens")) or reply.output_tokens
+        if choices:
+            reply.has_finished |= bool(choices[0].get("finish_reason"))
+            if _has_content(choices[0]):
+                reply.times.append(now)
         if usage:
-            reply.prompt_tokens = usage.get("prompt_tokens") or reply.prompt_tokens
-            details = usage.get("prompt_tokens_details") or {}
-            reply.cached_tokens = details.get("cached_tokens", reply.cached_tokens)
-        reply.server = chunk.get("metrics") or reply.server
+            reply.prompt_tokens = _whole(usage.get("prompt_tokens")) or reply.prompt_tokens
+            cached = _whole((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+            reply.cached_tokens = reply.cached_tokens if cached is None else cached
+        metrics = chunk.get("metrics")
+        if isinstance(metrics, dict) and isinstance(metrics.get("ttft_ms"), int | float):
+            reply.server = metrics
     except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         reply.error = f"an event that is none: {error}"
         return True
     return False
+
+
+def _whole(value: object) -> int | None:
+    """Servers put all kinds of things where a number should be."""
+    return value if isinstance(value, int) else None
 
 
 def _has_content(choice: dict[str, Any]) -> bool:

@@ -56,7 +56,10 @@ async def drive(
             if gate is not None and open_loop:
                 await gate.acquire()
             run.sent += 1
-            run.replies.append(await client.send(ask, number, start, due))
+            free = clock() - start
+            reply = await client.send(ask, number, start, due)
+            reply.free = free if gate is not None else due
+            run.replies.append(reply)
             progress()
         finally:
             if gate is not None:

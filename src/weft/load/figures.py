@@ -25,7 +25,8 @@ DEFINITIONS = {
     "itl": "time between successive chunks, of all requests together (what vLLM calls ITL)",
     "tpot": "(e2el - ttft) / (output tokens - 1), one figure a request",
     "e2el": "from when a request was to be sent to the end of its answer",
-    "lag": "how late the client itself sent a request; large ones mean that the client was too slow, not the server",
+    "lag": "how late the client itself sent a request (waiting for --max-concurrency not counted); a large one means "
+    "that the client was too slow, not the server",
 }
 Array = NDArray[np.float64]
 
@@ -63,6 +64,7 @@ class Window:
 
     begin: float
     end: float
+    is_part: bool = False  # whether something is left out
 
     @classmethod
     def of(cls, replies: Sequence[Reply], warmup: float, cooldown: float) -> "Window":
@@ -72,7 +74,7 @@ class Window:
                 f"--warmup {warmup:g} and --cooldown {cooldown:g} leave nothing of a run whose last request was due "
                 f"after {last:.1f} s: make them shorter, or the run longer"
             )
-        return cls(warmup, last - cooldown)
+        return cls(warmup, last - cooldown, warmup + cooldown > 0)
 
     def holds(self, reply: Reply) -> bool:
         return self.begin <= reply.due <= self.end
@@ -86,6 +88,11 @@ def gaps(reply: Reply) -> Array:
 
 def ttft(reply: Reply) -> float:
     return reply.times[0] - reply.due
+
+
+def lag(reply: Reply) -> float:
+    """By how much the client was late, not counting what it waited for others to end."""
+    return max(0.0, reply.sent - max(reply.due, reply.free))
 
 
 def tpot(reply: Reply) -> float:
@@ -112,6 +119,11 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
     done = [reply for reply in inside if reply.is_complete]
     seconds = _seconds(run, window, inside)
     read, written = sum(reply.prompt_tokens for reply in done), sum(reply.output_tokens for reply in done)
+    ended = done
+    if window.is_part:  # what came to its end within the window, whenever it began: the queue before is the queue after
+        seconds = window.end - window.begin
+        ended = [reply for reply in run.replies if reply.is_complete and window.begin <= reply.end <= window.end]
+    rates = [sum(getattr(reply, name) for reply in ended) for name in ("prompt_tokens", "output_tokens")]
     errors = _grouped(reply.error for reply in inside if reply.error)
     found: dict[str, Any] = {
         "duration": seconds,
@@ -123,10 +135,10 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
         "was_interrupted": run.was_interrupted,
         "total_input_tokens": read,
         "total_output_tokens": written,
-        "request_throughput": len(done) / seconds,
-        "output_throughput": written / seconds,
-        "total_token_throughput": (read + written) / seconds,
-        "max_concurrent_requests": _most_at_once(inside),
+        "request_throughput": len(ended) / seconds,
+        "output_throughput": rates[1] / seconds,
+        "total_token_throughput": sum(rates) / seconds,
+        "max_concurrent_requests": _most_at_once(run.replies),
     }
     if goals is not None:
         good = sum(is_good(reply, goals) for reply in inside)
@@ -139,7 +151,7 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
         "itl": np.concatenate([np.empty(0), *(np.diff(reply.times) for reply in done)]),
         "tpot": np.array([value for reply in done if not math.isnan(value := tpot(reply))]),
         "e2el": np.array([reply.end - reply.due for reply in done]),
-        "lag": np.array([reply.sent - reply.due for reply in inside if not math.isnan(reply.sent)]),
+        "lag": np.array([lag(reply) for reply in inside if not math.isnan(reply.sent)]),
     }
     for name, values in pooled.items():
         found |= _spread(name, values * 1e3)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from weft.load.drive import Run
@@ -45,7 +46,7 @@ def view(run: Run, seconds: float) -> Table:
     written = sum(reply.output_tokens for reply in done)
     failed = len(run.replies) - len(done)
     table.add_row("requests", f"{run.sent} of {run.planned} sent, {run.in_flight} under way, {len(done)} done")
-    table.add_row("failed", f"[red]{failed}: {_last_error(run)}[/red]" if failed else "0")
+    table.add_row("failed", f"[red]{failed}: {escape(_last_error(run))}[/red]" if failed else "0")
     seconds = max(seconds, 1e-9)
     table.add_row("rates", f"{len(done) / seconds:.1f} requests/s, {written / seconds:.0f} tokens/s")
     recent = done[-RECENT:]

@@ -21,7 +21,10 @@ class Lines:
             text = file.read_text() if file.exists() else ""
         except OSError as error:
             raise OptionError(f"cannot read {file}: {error.strerror}") from None
-        for number, line in enumerate(text.splitlines(), start=1):
+        whole, _, half = text.rpartition("\n")
+        if half:  # a run that was being written when the machine went down
+            file.write_text(whole + "\n" if whole else "")
+        for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 run = json.loads(line)
                 self.runs[run["key"]] = run

@@ -1,6 +1,7 @@
 """Variants: servers that are compared, each running already or started for the purpose."""
 
 import contextlib
+import os
 import shlex
 import signal
 import socket
@@ -65,17 +66,39 @@ def running(variant: Variant, patience: float = PATIENCE) -> Iterator[str]:
     listening.start()
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait_for(url, process, patience, variant, said)
-        yield url
+        with _terminable():
+            _wait_for(url, process, patience, variant, said)
+            yield url
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        _end(process)
         listening.join(5)
-        process.stdout.close()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a server and all that it has started, which are one group."""
+    for how, patience in ((signal.SIGINT, 30), (signal.SIGKILL, 10)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """While a server of ours runs, being told to end is like Ctrl-C: the server must not be left behind."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not on the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait_for(url: str, process: subprocess.Popen[str], patience: float, variant: Variant, said: deque[str]) -> None:
