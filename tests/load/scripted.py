@@ -74,14 +74,8 @@ class ScriptedServer:
             choice: dict[str, Any] = {"index": 0, "delta": script.delta(index)} if chat else {"index": 0, "text": "a"}
             choice["finish_reason"] = "length" if index == len(script.delays) - 1 else None
             usage = {"prompt_tokens": 5, "completion_tokens": (index + 1) * script.tokens}
-            _event(
-                writer,
-                {
-                    "choices": [choice],
-                    **script.beside,
-                    **({"usage": usage} if continuous and script.tells_usage else {}),
-                },
-            )
+            told = {"usage": usage} if continuous and script.tells_usage else {}
+            _event(writer, {"choices": [choice], **told, **script.beside})
             await writer.drain()
         else:
             if script.tells_usage and body.get("stream_options"):
