@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from weft.load.prompts import Count
     from weft.load.workload import Wish
 
-DEFINED = ("ttft", "gap", "itl", "tpot", "e2el", "lag")
 SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 SLOW_CLIENT_MS = 50.0  # lag at the 99th percentile from which the figures say more about the client
 
@@ -74,7 +73,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
     load = parser.add_argument_group("what is sent")
     add = load.add_argument
-    add("--num-prompts", type=int, metavar="N", help="requests (default: 100, or as many as fit into --duration)")
+    add("--num-prompts", type=int, metavar="N", help="default: 100, all of a trace, or what --duration holds")
     add("--input-len", default="256", metavar="LENGTHS", help="tokens of a prompt (default: 256)")
     add("--output-len", default="128", metavar="LENGTHS", help="tokens of an answer (default: 128)")
     add("--trace", type=Path, metavar="FILE", help="Azure's CSV or Mooncake's JSON lines: times, lengths and prefixes")
@@ -331,10 +330,10 @@ def _show(found: dict[str, Any]) -> None:
         goals = ", ".join(f"{name} {value:g} ms" for name, value in found["goodput_goals_ms"].items())
         print(f"goodput {found['request_goodput']:.2f} requests/s, {found['goodput_share']:.1%} of all ({goals})")
     print(f"\n{'ms':<6}" + "".join(f"{kind:>10}" for kind in SHOWN))
-    for name in DEFINED:
+    for name in found["definitions"]:
         row = [found[f"{kind}_{name}_ms"] for kind in SHOWN]
         print(f"{name:<6}" + "".join(f"{value:>10.2f}" if value is not None else f"{'-':>10}" for value in row))
-    print("\n" + "\n".join(f"{name}: {found['definitions'][name]}" for name in DEFINED))
+    print("\n" + "\n".join(f"{name}: {meaning}" for name, meaning in found["definitions"].items()))
     if "p50_outside_ms" in found:
         parts = {"its queue": "server_queue", "prefill": "server_prefill", "outside of it": "outside"}
         shown = ", ".join(f"{found[f'p50_{key}_ms']:.1f} ms {name}" for name, key in parts.items())
