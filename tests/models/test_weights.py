@@ -1,6 +1,8 @@
 """Types, tied heads and harmless extras of checkpoints; random weights; where models are found."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +140,14 @@ def test_a_single_file_wins_over_an_index(saved: Saved, tmp_path: Path) -> None:
     path = rewrite(saved("llama")[1], tmp_path)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
     assert load(path).config == load_config(path)
+
+
+def test_loading_imports_no_computer_algebra(saved: Saved) -> None:
+    """Torch does so for some operations on tensors without memory, which takes seconds of every start."""
+    _, path = saved("llama")
+    code = (
+        "import sys, torch; from weft.models import load_config, load_model; path = sys.argv[1]; "
+        "load_model(path, load_config(path), dtype=torch.float32, device=torch.device('cpu'), max_model_len=64); "
+        "sys.exit('sympy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == 0

@@ -4,7 +4,8 @@ It is shaped by physics. A forward pass reads all weights once and does arithmet
 longer bounds it; attention comes on top: prefill pays for pairs of query and key, decode for reading its context.
 
 A GPU takes some things in lumps. A prefill slice's queries go through attention in waves that each read the whole
-context: a few queries cost as much as a full wave. And a step may be run as if it had more tokens (`grain`).
+context: one query more than a wave has costs as much as another one. Only where a slice has less than half a wave is
+its context divided among the programs that would be idle. And a step may be run as if it had more tokens (`grain`).
 """
 
 import math
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from weft.core.refit import Refit
 
+FEWEST = 1 / 12  # of a wave's time: as long as it takes a few queries to read a context that all programs divide
 BETTER = 1.02  # how many times as many tokens a second a slice must bring that is smaller than it could be
 
 
@@ -29,7 +31,7 @@ class StepShape(NamedTuple):
     slices: int = 0  # prefill slices
     decodes: int = 0
     context: int = 0  # tokens of context that its decodes read
-    reach: int = 0  # tokens of context that its prefill slices read, their own included: once, or once for every wave
+    reach: float = 0  # tokens of context that its prefill slices read, their own included: once, or once for every wave
 
 
 def slice_pairs(first: int, count: int) -> float:
@@ -37,9 +39,13 @@ def slice_pairs(first: int, count: int) -> float:
     return count * (first + (count + 1) / 2)
 
 
-def slice_reach(first: int, count: int, wave: int) -> int:
+def slice_reach(first: int, count: int, wave: int) -> float:
     """Tokens of context that a prefill slice reads."""
-    return (first + count) * -(-count // wave) if wave else first + count
+    if not wave:
+        return first + count
+    if 2 * count <= wave:
+        return (first + count) * max(2 * count / wave, FEWEST)
+    return (first + count) * -(-count // wave)
 
 
 def decodes_alone(count: int, context: int) -> StepShape:

@@ -49,7 +49,7 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
         raise OptionError(
             f"max_model_len={longest} is above the model's context of {config.longest_context} tokens: lower it"
         )
-    if device.type == "cuda":  # of an engine that was here before
+    if device.type == "cuda" and torch.cuda.memory_reserved(device):  # by an engine that was here before
         gc.collect()
         torch.cuda.empty_cache()
     model = load_model(path, config, dtype=dtype, device=device, max_model_len=longest, load_format=options.load_format)

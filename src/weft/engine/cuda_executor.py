@@ -7,7 +7,8 @@ back while the next step is planned.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import cycle
 from typing import NamedTuple
 
@@ -82,8 +83,8 @@ class CudaExecutor:
         self._flashinfer = flashinfer.FlashInfer(*kind, limits.max_model_len, device) if usable else None
         self._decodes: dict[int, Whole] = {}
         self._mixed: dict[int, Pieces] = {}
-        wave = flashinfer.TILE * sm_count(device) // config.num_heads // flashinfer.TILE * flashinfer.TILE
-        self.lumps = Lumps(GRAIN if model.can_be_captured else 1, max(flashinfer.TILE, wave) if usable else 0)
+        wave = 0 if self._flashinfer is None else self._flashinfer.wave(config.num_heads)
+        self.lumps = Lumps(GRAIN if model.can_be_captured else 1, wave)
         self._returns = cycle([pinned(limits.max_num_seqs) for _ in range(DEPTH)])
         self._pending: CudaPending | None = None
         self.use(kv)
@@ -231,14 +232,14 @@ class CudaExecutor:
         """Captures steps of many sizes, or the `largest` alone; the largest first: the others fit into its memory."""
         if not self.model.can_be_captured:
             return
-        gc.collect()  # a tensor that dies in the middle of a capture would spoil it
         pool, done = torch.cuda.graph_pool_handle(), 0
-        for size in self._mixed_sizes[::-1][: 1 if largest else None]:
-            self._mixed[size] = self._pieces(size, pool)
-            progress(done := done + 1)
-        for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
-            self._decodes[size] = Whole(lambda size=size: self._decode(size), pool)  # type: ignore[misc]
-            progress(done := done + 1)
+        with _no_collection():
+            for size in self._mixed_sizes[::-1][: 1 if largest else None]:
+                self._mixed[size] = self._pieces(size, pool)
+                progress(done := done + 1)
+            for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
+                self._decodes[size] = Whole(lambda size=size: self._decode(size), pool)  # type: ignore[misc]
+                progress(done := done + 1)
         torch.cuda.synchronize(self.device)
 
     @property
@@ -275,24 +276,26 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Runs the largest step, with nobody's numbers, on blocks that are there many times over, and a small one: what
-        either needs is made now."""
-        most = min(self.limits.max_num_batched_tokens, self.limits.max_model_len - 1)
-        for count in {most, min(most, 16)}:
-            self._rehearse(count)
+        """Runs the largest step, with nobody's numbers, on blocks that are there many times over, and small ones, at
+        the beginning of a prompt and behind a long context: what any of them needs is made now."""
+        longest = self.limits.max_model_len - 1
+        most = min(self.limits.max_num_batched_tokens, longest)
+        few = min(most, 16)
+        for first, count in {(0, most), (0, few), (min(flashinfer.LONG, longest - few), few)}:
+            self._rehearse(first, count)
         torch.cuda.synchronize(self.device)
 
-    def _rehearse(self, count: int) -> None:
+    def _rehearse(self, first: int, count: int) -> None:
         limits, device = self.limits, self.device
         ids = torch.zeros(count, dtype=torch.int32, device=device)
         nobody = torch.full_like(ids, NOBODY)
-        first, counts = np.zeros(1, np.int64), np.array([count])
-        prefills: Prefills = PlainPrefills(self.kv, self._tables, first, first, counts)
+        firsts, counts = np.array([first]), np.array([count])
+        prefills: Prefills = PlainPrefills(self.kv, self._tables, np.zeros(1, np.int64), firsts, counts)
         if self._flashinfer is not None:
-            tables = [np.zeros(-(-count // self.kv.block_size), np.int32)]
+            tables = [np.zeros(-(-(first + count) // self.kv.block_size), np.int32)]
             heads = self.model.config.num_heads
-            prefills = self._flashinfer.prefills(self.kv, heads, first, counts, tables, self._courier.send)
-        positions = torch.arange(count, dtype=torch.int32, device=device)
+            prefills = self._flashinfer.prefills(self.kv, heads, firsts, counts, tables, self._courier.send)
+        positions = torch.arange(first, first + count, dtype=torch.int32, device=device)
         hidden = self.model.forward(ids, self._attention(nobody, positions, 0, prefills))
         rows = limits.max_num_seqs
         scores = self.model.scores(hidden[:1].expand(rows, -1).contiguous())
@@ -341,6 +344,18 @@ class CudaPending:
 def _fitting(sizes: dict[int, Whole] | dict[int, Pieces], count: int) -> int | None:
     """The smallest graph for so many."""
     return min((size for size in sizes if size >= count), default=None)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A tensor that is collected in the middle of a capture would spoil it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _layer_parameters(model: CausalLM) -> int:

@@ -1,7 +1,7 @@
 """Prompts through FlashInfer's paged prefill. It owns the wrappers and what they work with."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -9,14 +9,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.attention import Heads
+from weft.kernels.cuda import sm_count
 from weft.kv import KVPool
 
-WORKSPACE = 128 << 20  # bytes
+WORKSPACE = 256 << 20  # bytes
 MOST_GATHERED = 1 << 16  # tokens
 WORTH = 20_000  # queries, counted head by head, that must read a key for copying it to pay
+LONG = 2048  # tokens of context that it pays to divide where few queries read them
 TILE = 128  # queries of one head that a program takes, with the whole context to read; each multiprocessor holds one
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
+_Way = Literal["paged", "gathered", "divided"]
 
 
 def is_usable(head_dim: int, dtype: torch.dtype) -> bool:
@@ -51,19 +54,28 @@ class _Kind(NamedTuple):
 
 
 class FlashInfer:
-    """Two wrappers for each kind of layer, used in turn: planning a step writes into a pinned buffer from which the
-    step before may still be copied.
+    """Two wrappers for each kind of layer and each way, used in turn: planning a step writes into a pinned buffer from
+    which the step before may still be copied.
 
-    Where many queries read the same keys, a Hopper GPU is faster with keys that lie behind each other (16% to 20% in
-    attention on an H200), so that copying them there, layer by layer, pays.
+    On a Hopper GPU there are three ways. The usual one takes keys page by page. Where many queries read the same keys,
+    it is faster with keys that lie behind each other (16% to 20% in attention on an H200), so that copying them there,
+    layer by layer, pays. And where few queries read a long context, the kernel for older GPUs, which divides contexts,
+    is faster, as the one for Hopper would leave most multiprocessors idle (16 queries of 32 heads behind 100,000
+    tokens: 118 instead of 1,343 us).
     """
 
     def __init__(self, kv_heads: int, head_dim: int, dtype: torch.dtype, longest: int, device: torch.device) -> None:
         self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-        tokens = min(longest, MOST_GATHERED) if torch.cuda.get_device_capability(device)[0] == 9 else 0
+        self._is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+        self._all = TILE * sm_count(device)  # queries, counted head by head, that go through attention together
+        tokens = min(longest, MOST_GATHERED) if self._is_hopper else 0
         self._gathered = torch.empty((2, tokens, kv_heads, head_dim), dtype=dtype, device=device)
-        self._wrappers: dict[tuple[_Kind, bool], list[Any]] = {}
+        self._wrappers: dict[tuple[_Kind, _Way], list[Any]] = {}
         self._turn = 0
+
+    def wave(self, heads: int) -> int:
+        """Queries of a slice that read its context together; 0: any number takes its share of the time."""
+        return max(TILE, self._all // heads // TILE * TILE) if self._is_hopper else 0
 
     def prefills(
         self,
@@ -73,41 +85,88 @@ class FlashInfer:
         count: NDArray[np.int64],
         tables: list[NDArray[np.int32]],
         send: Callable[[NDArray[np.int32]], list[Tensor]],
-    ) -> "PagedPrefills | GatheredPrefills":
+    ) -> "Prefills":
         """For prompts at these positions with these block tables, which are sent to the device."""
         self._turn ^= 1
+        end = first + count
+        few = 0  # slices at the step's beginning, such as the last one of a long prompt
+        if self._is_hopper:
+            is_few = (2 * np.cumsum(count) * heads <= self._all) & (end >= LONG)
+            few = len(count) if is_few.all() else int(is_few.argmin())
+        parts: list[Part] = []
+        if few:
+            (blocks,) = send(np.concatenate(tables[:few]))
+            planned = PagedPrefills(self, "divided", kv, count[:few], end[:few], blocks)
+            parts.append(Part(slice(0, int(count[:few].sum())), planned))
+        if few < len(count):
+            rest = slice(int(count[:few].sum()), int(count.sum()))
+            parts.append(Part(rest, self._many(kv, heads, first[few:], count[few:], tables[few:], send)))
+        return Prefills(parts)
+
+    def _many(
+        self,
+        kv: KVPool,
+        heads: int,
+        first: NDArray[np.int64],
+        count: NDArray[np.int64],
+        tables: list[NDArray[np.int32]],
+        send: Callable[[NDArray[np.int32]], list[Tensor]],
+    ) -> "PagedPrefills | GatheredPrefills":
         size, end = kv.block_size, first + count
         reach = int(end.sum())
         if reach <= self._gathered.shape[1] and heads * float((count * (first + count / 2)).sum()) >= WORTH * reach:
             places = [(table[:, None] * size + np.arange(size, dtype=np.int32)).ravel() for table in tables]
             (device_places,) = send(np.concatenate([place[:used] for place, used in zip(places, end, strict=True)]))
-            gathered = self._gathered[:, :reach]
-            return GatheredPrefills(self, kv, count, end, device_places, gathered, self._turn)
-        (blocks,) = send(np.concatenate([np.empty(0, np.int32), *tables]))
-        return PagedPrefills(self, kv, count, end, blocks, self._turn)
+            return GatheredPrefills(self, kv, count, end, device_places, self._gathered[:, :reach])
+        (blocks,) = send(np.concatenate(tables))
+        return PagedPrefills(self, "paged", kv, count, end, blocks)
 
-    def wrapper(self, kind: _Kind, gathered: bool, turn: int) -> Any:
+    def wrapper(self, kind: _Kind, way: _Way) -> Any:
+        """This turn's."""
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
-        if (kind, gathered) not in self._wrappers:
-            make = BatchPrefillWithRaggedKVCacheWrapper if gathered else BatchPrefillWithPagedKVCacheWrapper
-            self._wrappers[kind, gathered] = [make(self._workspace, "NHD") for _ in range(2)]
-        return self._wrappers[kind, gathered][turn]
+        if (kind, way) not in self._wrappers:
+            make = BatchPrefillWithRaggedKVCacheWrapper if way == "gathered" else BatchPrefillWithPagedKVCacheWrapper
+            backend = "fa2" if way == "divided" else "auto"
+            self._wrappers[kind, way] = [make(self._workspace, "NHD", backend=backend) for _ in range(2)]
+        return self._wrappers[kind, way][self._turn]
+
+
+class Part(NamedTuple):
+    """Prompts of a step that go the same way."""
+
+    rows: slice  # of the prompts' tokens
+    prefills: "PagedPrefills | GatheredPrefills"
+
+
+class Prefills:
+    """The prompts of one step."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._parts = parts
+
+    @property
+    def ways(self) -> list[_Way]:
+        return [part.prefills.way for part in self._parts]
+
+    def attend(self, heads: Heads, q: Tensor, out: Tensor) -> None:
+        for rows, prefills in self._parts:
+            prefills.attend(heads, q[rows], out[rows])
 
 
 class PagedPrefills:
-    """The prompts of one step, planned when the first layer of a kind asks."""
+    """Planned when the first layer of a kind asks."""
 
     def __init__(
         self,
         owner: FlashInfer,
+        way: _Way,
         kv: KVPool,
         count: NDArray[np.int64],
         end: NDArray[np.int64],
         blocks: Tensor,
-        turn: int,
     ) -> None:
-        self.owner, self.kv, self.turn = owner, kv, turn
+        self.owner, self.way, self.kv = owner, way, kv
         pages = -(-end // kv.block_size)
         self._queries, self._pages, self._blocks = _offsets(count), _offsets(pages), blocks
         self._last_page = torch.from_numpy((end - (pages - 1) * kv.block_size).astype(np.int32))
@@ -120,7 +179,7 @@ class PagedPrefills:
         self._planned[kind].run(q, (self.kv.k[heads.layer], self.kv.v[heads.layer]), out=out)
 
     def _plan(self, kind: _Kind, dtype: torch.dtype) -> Any:
-        wrapper = self.owner.wrapper(kind, False, self.turn)
+        wrapper = self.owner.wrapper(kind, self.way)
         lengths = (self._queries, self._pages, self._blocks, self._last_page)
         wrapper.plan(*lengths, *kind.sizes, self.kv.block_size, causal=True, q_data_type=dtype, **kind.options)
         return wrapper
@@ -128,6 +187,8 @@ class PagedPrefills:
 
 class GatheredPrefills:
     """The same, with all keys and values of a layer copied to where they lie behind each other."""
+
+    way: _Way = "gathered"
 
     def __init__(
         self,
@@ -137,9 +198,8 @@ class GatheredPrefills:
         end: NDArray[np.int64],
         places: Tensor,
         gathered: Tensor,
-        turn: int,
     ) -> None:
-        self.owner, self.kv, self.turn = owner, kv, turn
+        self.owner, self.kv = owner, kv
         self._queries, self._keys = _offsets(count), _offsets(end)
         self._places, self._gathered = places, gathered
         self._planned: dict[_Kind, Any] = {}
@@ -155,7 +215,7 @@ class GatheredPrefills:
         self._planned[kind].run(q, *self._gathered, out=out)
 
     def _plan(self, kind: _Kind, dtype: torch.dtype) -> Any:
-        wrapper = self.owner.wrapper(kind, True, self.turn)
+        wrapper = self.owner.wrapper(kind, self.way)
         wrapper.plan(self._queries, self._keys, *kind.sizes, causal=True, q_data_type=dtype, **kind.options)
         return wrapper
 

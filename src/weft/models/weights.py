@@ -36,16 +36,25 @@ def load_model(
     with torch.device("meta"):  # names and shapes only: a mismatch is found before memory is spent
         model = ARCHITECTURES[config.architecture](config).requires_grad_(False).eval().to(dtype)
     if load_format == "dummy":
-        model.to_empty(device=device)
+        _allocate(model, device)
         _draw(model, seed)
     else:
         checkpoint = Checkpoint(Path(path))
         checkpoint.check(model)
-        model.to_empty(device=device)
+        _allocate(model, device)
         for name, target in _sources(model, checkpoint):
             target.copy_(checkpoint.tensor(name))
     model.settle(max_model_len, dtype, device)
     return model
+
+
+def _allocate(model: CausalLM, device: torch.device) -> None:
+    """As `to_empty`, which imports a computer algebra system (three seconds) to find the strides of what has none."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    model._apply(empty)  # type: ignore[no-untyped-call]
 
 
 class Checkpoint:
