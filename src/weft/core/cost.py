@@ -4,8 +4,9 @@ It is shaped by physics. A forward pass reads all weights once and does arithmet
 longer bounds it; attention comes on top: prefill pays for pairs of query and key, decode for reading its context.
 
 A GPU takes some things in lumps. A prefill slice's queries go through attention in waves that each read the whole
-context: one query more than a wave has costs as much as another one. Only where a slice has less than half a wave is
-its context divided among the programs that would be idle. And a step may be run as if it had more tokens (`grain`).
+context: some queries more than two waves have cost as much as a third. Only where a slice has at most half a wave, or
+half a wave more than one, is the context divided among the programs that would be idle. And a step may be run as if it
+had more tokens (`grain`).
 """
 
 import math
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 
 from weft.core.refit import Refit
 
-FEWEST = 1 / 12  # of a wave's time: as long as it takes a few queries to read a context that all programs divide
+TILES = 16  # of a wave: where programs divide a context, they take its queries by so many
+FEWEST = 1 / 12  # of a wave's time: as long as reading a context takes, for however few queries
 BETTER = 1.02  # how many times as many tokens a second a slice must bring that is smaller than it could be
 
 
@@ -41,11 +43,19 @@ def slice_pairs(first: int, count: int) -> float:
 
 def slice_reach(first: int, count: int, wave: int) -> float:
     """Tokens of context that a prefill slice reads."""
+    end = first + count
     if not wave:
-        return first + count
+        return end
     if 2 * count <= wave:
-        return (first + count) * max(2 * count / wave, FEWEST)
-    return (first + count) * -(-count // wave)
+        return end * _few(count, wave)
+    if wave < count <= 1.5 * wave:
+        return end * (1 + _few(count - wave, wave))
+    return end * -(-count // wave)
+
+
+def _few(count: int, wave: int) -> float:
+    """In terms of a wave, how long at most half of one takes, as programs divide its context."""
+    return 2 * -(-TILES * count // wave) / TILES if 2 * TILES * count > wave else FEWEST
 
 
 def decodes_alone(count: int, context: int) -> StepShape:

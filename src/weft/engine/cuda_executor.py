@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft.core import StepPlan
 from weft.engine.executor import Lumps, StepInputs, StepResult, TokenLogprobs
-from weft.engine.graphs import GRAIN, WASTE, Cut, Pieces, Whole, decode_sizes, mixed_sizes
+from weft.engine.graphs import GRAIN, Cut, Pieces, Whole, decode_sizes, is_worth_it, mixed_sizes
 from weft.engine.sampling import Sampler, hashed_uniform
 from weft.engine.staging import DEPTH, NOBODY, Board, Courier, Rows, Tokens, bits, pinned
 from weft.kernels import flashinfer
@@ -63,7 +63,8 @@ class CudaExecutor:
         self._tables = torch.zeros((limits.slots, self._columns), dtype=torch.int32, device=device)
         self._blocks = np.zeros((limits.slots, self._columns), np.int32)  # the same, for the host
         self._last_token = torch.zeros(limits.slots, dtype=torch.int32, device=device)
-        self._mixed_sizes = mixed_sizes(limits.max_num_batched_tokens, _layer_parameters(model))
+        self._layer_parameters = sum(parameter.numel() for parameter in model.layers[-1].parameters())
+        self._mixed_sizes = mixed_sizes(limits.max_num_batched_tokens, self._layer_parameters)
         most = max(self._mixed_sizes, default=0)
         self._row_board = Board(Rows.nobody(), limits.max_num_seqs, device)
         self._token_board = Board(Tokens.nobody(), most, device)
@@ -186,7 +187,8 @@ class CudaExecutor:
         tokens, decodes = self._tokens_of(plan, inputs), plan.num_decodes
         prefills = self._prefills(plan) if decodes < len(plan.slots) else None
         size = _fitting(self._mixed, plan.num_tokens)
-        if size is not None and size <= WASTE * plan.num_tokens + GRAIN and prefills is not None and not all_rows:
+        worth_it = size is not None and is_worth_it(size, plan.num_tokens, self._layer_parameters)
+        if size is not None and worth_it and prefills is not None and not all_rows:
             self._token_board.send(tokens, size)
             planned, span = prefills, slice(decodes, plan.num_tokens)
             return self._mixed[size].replay(lambda heads, q, out: planned.attend(heads, q[span], out[span]))
@@ -356,10 +358,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _layer_parameters(model: CausalLM) -> int:
-    return sum(parameter.numel() for parameter in model.layers[-1].parameters())
 
 
 def _event() -> torch.cuda.Event:

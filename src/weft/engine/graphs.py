@@ -99,8 +99,13 @@ def mixed_sizes(max_num_batched_tokens: int, layer_parameters: int) -> list[int]
     (Llama-3-8B on an H200: 14.0 ms for 448 tokens, 10.3 for 512).
     """
     most = min(max_num_batched_tokens, max(2048, min(LAUNCHING // layer_parameters, 8192)))
-    parts = ((64, GRAIN, 64), (GRAIN, 1024, GRAIN), (1024, 2048, 256), (2048, 1 << 20, 2048))
+    parts = ((64, GRAIN, 64), (GRAIN, 1024, GRAIN), (1024, 2048, 256), (2048, 4096, 512), (4096, 1 << 20, 1024))
     return sorted({*_ladder(*parts, most=most), most})
+
+
+def is_worth_it(size: int, tokens: int, layer_parameters: int) -> bool:
+    """Whether so many tokens are run faster by the graph for `size` than launched one by one."""
+    return size <= WASTE * tokens + GRAIN or size * layer_parameters <= LAUNCHING
 
 
 def _ladder(*parts: tuple[int, int, int], most: int) -> list[int]:

@@ -19,7 +19,7 @@ LONG = 2048  # tokens of context that it pays to divide where few queries read t
 TILE = 128  # queries of one head that a program takes, with the whole context to read; each multiprocessor holds one
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-_Way = Literal["paged", "gathered", "divided"]
+_Way = Literal["paged", "gathered", "divided", "after"]  # the last: divided as well, behind others of the step
 
 
 def is_usable(head_dim: int, dtype: torch.dtype) -> bool:
@@ -88,20 +88,63 @@ class FlashInfer:
     ) -> "Prefills":
         """For prompts at these positions with these block tables, which are sent to the device."""
         self._turn ^= 1
-        end = first + count
-        few = 0  # slices at the step's beginning, such as the last one of a long prompt
-        if self._is_hopper:
-            is_few = (2 * np.cumsum(count) * heads <= self._all) & (end >= LONG)
-            few = len(count) if is_few.all() else int(is_few.argmin())
         parts: list[Part] = []
-        if few:
-            (blocks,) = send(np.concatenate(tables[:few]))
-            planned = PagedPrefills(self, "divided", kv, count[:few], end[:few], blocks)
-            parts.append(Part(slice(0, int(count[:few].sum())), planned))
-        if few < len(count):
-            rest = slice(int(count[:few].sum()), int(count.sum()))
-            parts.append(Part(rest, self._many(kv, heads, first[few:], count[few:], tables[few:], send)))
+        first, count, tables = self._without_tails(kv, heads, first, count, tables)
+        starts = np.concatenate([[0], np.cumsum(count)])
+        begin, end = self._few(heads, first, count)
+        runs: list[tuple[int, int, _Way | None]] = [
+            (0, begin, "divided"),
+            (begin, end, None),
+            (end, len(count), "after"),
+        ]
+        for low, high, way in runs:
+            if low < high:
+                some = (first[low:high], count[low:high], tables[low:high], send)
+                planned = self._many(kv, heads, *some) if way is None else self._paged(kv, way, *some)
+                parts.append(Part(slice(int(starts[low]), int(starts[high])), planned))
         return Prefills(parts)
+
+    def _without_tails(
+        self,
+        kv: KVPool,
+        heads: int,
+        first: NDArray[np.int64],
+        count: NDArray[np.int64],
+        tables: list[NDArray[np.int32]],
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int32]]]:
+        """What a last slice has beyond a wave, where that is few, as a slice of its own."""
+        wave, last = self.wave(heads), len(count) - 1
+        tail = int(count[last]) - wave
+        if not wave or not 0 < 2 * tail <= wave or first[last] + count[last] < 2 * LONG:
+            return first, count, tables
+        middle = int(first[last]) + wave
+        before = tables[last][: -(-middle // kv.block_size)]
+        return np.append(first, middle), np.append(count[:last], [wave, tail]), [*tables[:last], before, tables[last]]
+
+    def _few(self, heads: int, first: NDArray[np.int64], count: NDArray[np.int64]) -> tuple[int, int]:
+        """Where the slices begin and end that have many queries, or a short context: before and behind them are few,
+        such as the last ones of a long prompt."""
+        if not self._is_hopper:
+            return 0, len(count)
+
+        def leading(first: NDArray[np.int64], count: NDArray[np.int64]) -> int:
+            fits = int((2 * heads * np.cumsum(count) <= self._all).sum())
+            return fits if ((first + count)[:fits] >= LONG).any() else 0
+
+        begin = leading(first, count)
+        return begin, len(count) - leading(first[begin:][::-1], count[begin:][::-1])
+
+    def _paged(
+        self,
+        kv: KVPool,
+        way: _Way,
+        first: NDArray[np.int64],
+        count: NDArray[np.int64],
+        tables: list[NDArray[np.int32]],
+        send: Callable[[NDArray[np.int32]], list[Tensor]],
+    ) -> "PagedPrefills":
+        (blocks,) = send(np.concatenate(tables))
+        return PagedPrefills(self, way, kv, count, first + count, blocks)
 
     def _many(
         self,
@@ -118,8 +161,7 @@ class FlashInfer:
             places = [(table[:, None] * size + np.arange(size, dtype=np.int32)).ravel() for table in tables]
             (device_places,) = send(np.concatenate([place[:used] for place, used in zip(places, end, strict=True)]))
             return GatheredPrefills(self, kv, count, end, device_places, self._gathered[:, :reach])
-        (blocks,) = send(np.concatenate(tables))
-        return PagedPrefills(self, "paged", kv, count, end, blocks)
+        return self._paged(kv, "paged", first, count, tables, send)
 
     def wrapper(self, kind: _Kind, way: _Way) -> Any:
         """This turn's."""
@@ -127,8 +169,10 @@ class FlashInfer:
 
         if (kind, way) not in self._wrappers:
             make = BatchPrefillWithRaggedKVCacheWrapper if way == "gathered" else BatchPrefillWithPagedKVCacheWrapper
-            backend = "fa2" if way == "divided" else "auto"
-            self._wrappers[kind, way] = [make(self._workspace, "NHD", backend=backend) for _ in range(2)]
+            ways: tuple[_Way, ...] = ("divided", "after") if way in ("divided", "after") else (way,)
+            for one in ways:  # both now, rather than the second one in service
+                backend = "fa2" if len(ways) > 1 else "auto"
+                self._wrappers[kind, one] = [make(self._workspace, "NHD", backend=backend) for _ in range(2)]
         return self._wrappers[kind, way][self._turn]
 
 
