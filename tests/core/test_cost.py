@@ -126,3 +126,15 @@ def test_a_slice_does_not_begin_a_lump_that_it_cannot_fill() -> None:
     assert cost.best_slice(beside, 10_000, 4000, 0.0205) == 4 * 128 - 32
     assert cost.best_slice(beside, 10_000, 100, 0.0205) == 100, "it is read to its end"
     assert cost.best_slice(beside, 0, 4000, 0.0205) == cost.largest_slice(beside, 0, 4000, 0.0205), "nothing to gain"
+
+
+def test_few_queries_behind_a_long_context_take_their_share() -> None:
+    """A promise smaller than what a whole wave takes does not keep a prompt from being read."""
+    cost = Coefficients(0.001, 0, 2e-3 / 128, 0, 0, 0, 0, 4e-7, grain=128, wave=512)
+    first = 100_000  # 40 ms a wave
+    alone = [cost.predict(cost.with_slice(StepShape(), first, count)) for count in (16, 32, 33, 256, 257, 512, 513)]
+    attention = [
+        round(1000 * seconds - 1 - 2 * lumps) for seconds, lumps in zip(alone, (1, 1, 1, 2, 3, 4, 5), strict=True)
+    ]
+    assert attention == [3, 5, 10, 40, 40, 40, 80]
+    assert cost.largest_slice(StepShape(), first, 4000, 0.015) > 0

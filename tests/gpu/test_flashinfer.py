@@ -31,8 +31,7 @@ CASES = {
     "both": Case([(9_000, 20), (0, 700), (16_000, 99), (3, 5)], ["divided", "paged", "after"]),
     "more than few": Case([(5_000, 200), (5_000, 200)], ["divided", "after"]),
     "more than twice as many": Case([(5_000, 200)] * 3, ["divided", "paged", "after"]),
-    "a little more than a wave": Case([(0, 30), (9_003, 512 + 99)], ["paged", "after"]),
-    "much more than a wave": Case([(9_003, 512 + 300)], ["gathered"]),
+    "more than a wave": Case([(9_003, 512 + 300)], ["gathered"]),
     "few and short, few and long": Case([(0, 60), (8_400, 57)], ["divided"]),
 }
 

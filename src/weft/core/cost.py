@@ -4,9 +4,8 @@ It is shaped by physics. A forward pass reads all weights once and does arithmet
 longer bounds it; attention comes on top: prefill pays for pairs of query and key, decode for reading its context.
 
 A GPU takes some things in lumps. A prefill slice's queries go through attention in waves that each read the whole
-context: some queries more than two waves have cost as much as a third. Only where a slice has at most half a wave, or
-half a wave more than one, is the context divided among the programs that would be idle. And a step may be run as if it
-had more tokens (`grain`).
+context: one query more than a wave has costs as much as another one. Only where a slice has at most half a wave is its
+context divided among the programs that would be idle. And a step may be run as if it had more tokens (`grain`).
 """
 
 import math
@@ -46,16 +45,9 @@ def slice_reach(first: int, count: int, wave: int) -> float:
     end = first + count
     if not wave:
         return end
-    if 2 * count <= wave:
-        return end * _few(count, wave)
-    if wave < count <= 1.5 * wave:
-        return end * (1 + _few(count - wave, wave))
-    return end * -(-count // wave)
-
-
-def _few(count: int, wave: int) -> float:
-    """In terms of a wave, how long at most half of one takes, as programs divide its context."""
-    return 2 * -(-TILES * count // wave) / TILES if 2 * TILES * count > wave else FEWEST
+    if 2 * count > wave:
+        return end * -(-count // wave)
+    return end * (2 * -(-TILES * count // wave) / TILES if 2 * TILES * count > wave else FEWEST)
 
 
 def decodes_alone(count: int, context: int) -> StepShape:

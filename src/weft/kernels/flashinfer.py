@@ -89,7 +89,6 @@ class FlashInfer:
         """For prompts at these positions with these block tables, which are sent to the device."""
         self._turn ^= 1
         parts: list[Part] = []
-        first, count, tables = self._without_tails(kv, heads, first, count, tables)
         starts = np.concatenate([[0], np.cumsum(count)])
         begin, end = self._few(heads, first, count)
         runs: list[tuple[int, int, _Way | None]] = [
@@ -103,23 +102,6 @@ class FlashInfer:
                 planned = self._many(kv, heads, *some) if way is None else self._paged(kv, way, *some)
                 parts.append(Part(slice(int(starts[low]), int(starts[high])), planned))
         return Prefills(parts)
-
-    def _without_tails(
-        self,
-        kv: KVPool,
-        heads: int,
-        first: NDArray[np.int64],
-        count: NDArray[np.int64],
-        tables: list[NDArray[np.int32]],
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int32]]]:
-        """What a last slice has beyond a wave, where that is few, as a slice of its own."""
-        wave, last = self.wave(heads), len(count) - 1
-        tail = int(count[last]) - wave
-        if not wave or not 0 < 2 * tail <= wave or first[last] + count[last] < 2 * LONG:
-            return first, count, tables
-        middle = int(first[last]) + wave
-        before = tables[last][: -(-middle // kv.block_size)]
-        return np.append(first, middle), np.append(count[:last], [wave, tail]), [*tables[:last], before, tables[last]]
 
     def _few(self, heads: int, first: NDArray[np.int64], count: NDArray[np.int64]) -> tuple[int, int]:
         """Where the slices begin and end that have many queries, or a short context: before and behind them are few,
