@@ -5,19 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.smooth import SMOOTH
 from weft.bench.virtual import virtual_engine
 from weft.core import Targets
 from weft.engine.engine import Engine, Wishes
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
-from weft.sim.profiles import load_profile
 from weft.sim.simulator import Truth
 
 HOUSE = Targets(gap=0.05, ttft=1.0, ttft_per_1k=0.25)
 
 
 def engine_of_the_house() -> Engine:
-    profile = load_profile("h200-llama-3-8b")
+    profile = SMOOTH
     engine = virtual_engine(profile, Truth(profile.coefficients, 0.0, 0.0))
     assert engine.promises is not None
     least = 1.5 * engine.promises.calibration.decode_step

@@ -4,10 +4,10 @@ from collections import deque
 
 import numpy as np
 
+from tests.smooth import SMOOTH
 from weft.core import CostModel, Outcome, Request, Scheduler, State, StepPlan, slo
-from weft.sim.profiles import load_profile
 
-PROFILE = load_profile("h200-llama-3-8b")
+PROFILE = SMOOTH
 COST = PROFILE.coefficients
 
 

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.smooth import SMOOTH
 from weft.core import CostModel, Scheduler, StepPlan, Targets, slo
-from weft.sim.profiles import load_profile
 from weft.sim.simulator import Played, Truth, play
 from weft.sim.traces import Arrival, Trace
 
-PROFILE = load_profile("h200-llama-3-8b")
+PROFILE = SMOOTH
 COST = PROFILE.coefficients
 DEFAULTS = Targets(gap=0.05, ttft=1.0, ttft_per_1k=0.25)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.smooth import SMOOTH
 from weft.core import StepShape, Targets
 from weft.core.cost import Coefficients, fit, with_slice
 from weft.errors import OptionError
@@ -17,7 +18,7 @@ from weft.sim.profiles import load_profile
 from weft.sim.simulator import Truth
 from weft.sim.traces import Arrival, Trace, load_trace
 
-PROFILE = load_profile("h200-llama-3-8b")
+PROFILE = SMOOTH
 EXACT = Truth(PROFILE.coefficients)
 
 
@@ -74,7 +75,7 @@ def test_broken_traces_are_refused_with_the_line(tmp_path: Path, name: str, text
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(OptionError, match="unknown profile 'tpu'; known: h200-llama-3-8b"):
+    with pytest.raises(OptionError, match=r"unknown profile 'tpu'; known: h200-llama-3-8b, h200-qwen3-0\.6b"):
         load_profile("tpu")
     for name in ("best", "slo:5", "slo-order", "chunked:-1", "chunked:x"):
         with pytest.raises(OptionError, match="policy"):
@@ -181,7 +182,7 @@ def test_the_command_prints_a_table_and_writes_json_and_repeats_itself(tmp_path:
     [
         (("--policy", "best"), "unknown policy 'best'; known: monolithic, chunked:N, slo, slo-order:N"),
         (("--profile", "tpu"), "unknown profile 'tpu'"),
-        (("--gap-target-ms", "3"), "cannot be met: an empty step takes 4.90 ms"),
+        (("--gap-target-ms", "3"), "cannot be met: an empty step takes 4.40 ms"),
         (("--gap-target-ms", "-1"), "--gap-target-ms -1.0 must be above 0"),
         (("--rate-scale", "0"), "--rate-scale 0.0 must be above 0"),
         (("--trace", "/no/such/trace.csv"), "cannot read the trace /no/such/trace.csv"),

@@ -143,7 +143,8 @@ class _Walk:
             return None
         pace = self._pace(reach) or 1.0  # with nobody decoding it gets on even where a step takes too long
         self.step = self.allowance.step(self.cost, self.decodes, self.context, self.gap, reach)
-        seconds = self.cost.coefficients.prefill_seconds(first, count) * self.cost.bias / pace
+        c = self.cost.coefficients
+        seconds = (c.prefill_seconds(first, count) + c.unfilled_seconds(first, count)) * self.cost.bias / pace
         self.clock += seconds
         self.context += self.decodes * seconds / self.step  # those who decode write a token a step
         if request.max_tokens > 1:

@@ -118,13 +118,18 @@ class UpToTheGap:
 
     def pace(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
         step = self.step(cost, decodes, context, gap, reach)
-        aside = _aside(cost, decodes, context, reach)
-        if least_step(cost, decodes, context, reach) > step:
+        least = least_step(cost, decodes, context, reach)
+        if least > step:
             return 0.0
-        # Where the number of tokens bounds a step, its attention grows with the prompt: a quarter of the end counts.
         c = cost.coefficients
-        work = (c.token + (c.pair + c.wave_pair) * reach / 4) * max(0, self.tokens - decodes)
-        full = max(least_step(cost, decodes, context, reach), aside + work)
+        if c.wave or c.grain > 1:
+            beside = StepShape(decodes, decodes=decodes, context=context)
+            tokens = max(1, self.tokens - decodes)
+            return min(c.efficiency(beside, int(first), tokens, step) for first in (reach / 2, reach))
+        aside = _aside(cost, decodes, context, reach)
+        # Where the number of tokens bounds a step, its attention grows with the prompt: a quarter of the end counts.
+        work = (c.token + c.pair * reach / 4) * max(0, self.tokens - decodes)
+        full = max(least, aside + work)
         return work / full if full < step else 1 - aside / step
 
 
@@ -203,6 +208,9 @@ class TimeBudget:
 def least_step(cost: CostModel, decodes: int, context: float, reach: float) -> float:
     """Seconds of a step with next to no prefill in it."""
     c = cost.coefficients
+    if c.wave or c.grain > 1:
+        beside = StepShape(decodes, decodes=decodes, context=context)
+        return c.predict(c.with_slice(beside, max(0, int(reach) - 1), 1))
     return _aside(cost, decodes, context, reach) + max(0.0, c.weights - c.token * decodes)
 
 

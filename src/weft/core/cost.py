@@ -31,7 +31,7 @@ class StepShape(NamedTuple):
     pairs: float = 0.0  # query-key pairs of its prefill slices
     slices: int = 0  # prefill slices
     decodes: int = 0
-    context: int = 0  # tokens of context that its decodes read
+    context: float = 0  # tokens of context that its decodes read
     reach: float = 0  # tokens of context that its prefill slices read, their own included: once, or once for every wave
 
 
@@ -50,7 +50,7 @@ def slice_reach(first: int, count: int, wave: int) -> float:
     return end * (2 * -(-TILES * count // wave) / TILES if 2 * TILES * count > wave else FEWEST)
 
 
-def decodes_alone(count: int, context: int) -> StepShape:
+def decodes_alone(count: int, context: float) -> StepShape:
     """A step of so many decodes that read so many tokens of context together, and nothing else."""
     return StepShape(tokens=count, decodes=count, context=context)
 
@@ -116,6 +116,28 @@ class Coefficients:
     def prefill_seconds(self, first: int, count: int) -> float:
         """What `count` tokens behind `first` add to steps that are bound by arithmetic, in full waves."""
         return self.token * count + (self.pair + self.wave_pair) * slice_pairs(first, count)
+
+    def unfilled_seconds(self, first: int, count: int) -> float:
+        """What the lumps that a prompt does not fill take, where it has the step for itself: half of the last ones."""
+        share = min(1.0, count / self.wave) / 2 if self.wave else 0.0
+        return share * (self.token * self.grain + self.reach * (first + count))
+
+    def efficiency(self, shape: StepShape, first: int, most: int, limit: float) -> float:
+        """Of the seconds of a step of `shape` and as much of a prefill behind `first` as `limit` leaves, how many are
+        the prefill's (see `prefill_seconds`). Near what `best_slice` would find, in less time.
+        """
+        left = limit - self.predict(shape._replace(tokens=0)) + self.weights - self.slice
+        each = self.token + self.pair * first  # but for waves
+        wave = self.wave or most
+        waves = int(left / max(wave * each + self.reach * first, 1e-12)) if self.wave else 0
+        best = 0.0
+        for number in (0.125, waves, waves + 1):  # where no wave fits, an eighth of one may
+            room = min((left - self.reach * first * number) / max(each, 1e-12), 1e9)
+            count = min(int(wave * number), most, int(room) // self.grain * self.grain - shape.tokens)
+            if count > 0:
+                work, seconds = self.prefill_seconds(first, count), self.predict(self.with_slice(shape, first, count))
+                best = max(best, work / max(seconds, 1e-12))
+        return best
 
     def largest_slice(self, shape: StepShape, first: int, most: int, limit: float) -> int:
         """The most tokens of a prefill behind `first` (up to `most`) that keep a step of `shape` within `limit`."""
