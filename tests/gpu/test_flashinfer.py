@@ -12,6 +12,8 @@ from weft.kv import KVPool
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, LONGEST = 32, 8, 128, 16, 40_000
+DEVICE = torch.device("cuda")
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 ERROR = 2e-2  # of values with a deviation of one; bfloat16 keeps eight bits
 
 
@@ -36,37 +38,84 @@ CASES = {
 }
 
 
+class Bench:
+    """A cache with something in it, and prompts in it."""
+
+    def __init__(self, ends: list[int]) -> None:
+        from weft.kernels.flashinfer import FlashInfer
+
+        torch.manual_seed(0)
+        pages = [-(-end // BLOCK) for end in ends]
+        order = np.random.default_rng(0).permutation(sum(pages)).astype(np.int32)
+        self.tables = np.split(order, np.cumsum(pages)[:-1])
+        sizes: dict[str, Any] = {"num_blocks": len(order), "block_size": BLOCK, "num_kv_heads": KV_HEADS}
+        self.kv = KVPool(num_layers=2, head_dim=HEAD_DIM, dtype=torch.bfloat16, device=DEVICE, **sizes)
+        self.refill()
+        self.slots = torch.zeros((len(ends), max(pages)), dtype=torch.int32)
+        for slot, table in enumerate(self.tables):
+            self.slots[slot, : len(table)] = torch.from_numpy(table)
+        self.owner = FlashInfer(2, KV_HEADS, HEAD_DIM, torch.bfloat16, LONGEST, DEVICE)
+
+    def refill(self) -> None:
+        for cache in (*self.kv.k, *self.kv.v):
+            cache.normal_()
+
+    def check(
+        self, slices: list[tuple[int, int, int]], *, end: bool = True, layers: tuple[int, ...] = (0, 1)
+    ) -> list[str]:
+        """Slot, first position and tokens of each; returns the ways that were taken."""
+        from weft.kernels.cuda import PlainPrefills
+
+        slots, first, count = (np.array(numbers) for numbers in zip(*slices, strict=True))
+        tables = [self.tables[slot][: -(-(first + count) // BLOCK)] for slot, first, count in slices]
+        prefills = self.owner.prefills(
+            self.kv, HEADS, slots, first, count, np.full(len(slices), end), tables, send=self._send
+        )
+        q = torch.randn(int(count.sum()), HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
+        for layer in layers:
+            heads = Heads(layer, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, None, None)  # type: ignore[arg-type]
+            expected, found = torch.empty_like(q), torch.empty_like(q)
+            PlainPrefills(self.kv, self.slots.to(DEVICE), slots, first, count).attend(heads, q, expected)
+            prefills.attend(heads, q, found)
+            assert (found.float() - expected.float()).abs().max() < ERROR
+        return list(prefills.ways)
+
+    @staticmethod
+    def _send(*numbers: Any) -> list[torch.Tensor]:
+        return [torch.from_numpy(number).to(DEVICE) for number in numbers]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_attention_is_that_of_plain_torch(name: str) -> None:
     pytest.importorskip("flashinfer")
-    from weft.kernels.cuda import PlainPrefills
-    from weft.kernels.flashinfer import FlashInfer
-
-    device = torch.device("cuda")
-    torch.manual_seed(0)
     slices, ways = CASES[name]
-    first, count = (np.array(numbers) for numbers in zip(*slices, strict=True))
-    pages = -(-(first + count) // BLOCK)
-    order = np.random.default_rng(0).permutation(int(pages.sum())).astype(np.int32)
-    tables = np.split(order, np.cumsum(pages)[:-1])
-    sizes: dict[str, Any] = {"num_blocks": len(order), "block_size": BLOCK, "num_kv_heads": KV_HEADS}
-    kv = KVPool(num_layers=1, head_dim=HEAD_DIM, dtype=torch.bfloat16, device=device, **sizes)
-    kv.k[0].normal_()
-    kv.v[0].normal_()
-    slots = torch.zeros((len(slices), int(pages.max())), dtype=torch.int32)
-    for slot, table in enumerate(tables):
-        slots[slot, : len(table)] = torch.from_numpy(table)
+    found = Bench([first + count for first, count in slices]).check([(slot, *one) for slot, one in enumerate(slices)])
+    assert found == ways or not IS_HOPPER
 
-    def send(*numbers: Any) -> list[torch.Tensor]:
-        return [torch.from_numpy(number).to(device) for number in numbers]
 
-    owner = FlashInfer(KV_HEADS, HEAD_DIM, torch.bfloat16, LONGEST, device)
-    q = torch.randn(int(count.sum()), HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    heads = Heads(0, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, None, None)  # type: ignore[arg-type]
-    expected, found = torch.empty_like(q), torch.empty_like(q)
-    PlainPrefills(kv, slots.to(device), np.arange(len(slices)), first, count).attend(heads, q, expected)
-    prefills = owner.prefills(kv, HEADS, first, count, tables, send)
-    prefills.attend(heads, q, found)
-    assert (found.float() - expected.float()).abs().max() < ERROR
-    if torch.cuda.get_device_capability(device)[0] == 9:
-        assert prefills.ways == ways
+def test_the_keys_of_a_prompt_that_goes_on_are_kept() -> None:
+    pytest.importorskip("flashinfer")
+    bench = Bench([20_000, 20_000, 4_000])
+    ways = [
+        bench.check([(0, 0, 700)], end=False),
+        bench.check([(0, 700, 600)], end=False, layers=(0,)),  # the other layer has to catch up
+        bench.check([(0, 1300, 480)], end=False),
+        bench.check([(0, 1780, 480), (2, 3000, 40)], end=False),  # with somebody beside it
+        bench.check([(0, 2260, 100)], end=False),  # few
+        bench.check([(0, 2360, 480)], end=True),
+    ]
+    assert ways == [["kept"]] * 3 + [["kept", "after"], ["divided"], ["kept"]] or not IS_HOPPER
+    ways = [
+        bench.check([(1, 0, 480)], end=True),  # read at once
+        bench.check([(1, 9000, 480)], end=False),  # others had read to here
+        bench.check([(1, 9480, 480)], end=True),
+        bench.check([(0, 15_000, 700), (1, 15_000, 700)], end=False),  # two at once
+        bench.check([(0, 18_000, 480)], end=True),  # no longer here, and not worth it any more
+    ]
+    assert ways == [["paged"], ["kept"], ["kept"], ["gathered"], ["paged"]] or not IS_HOPPER
+    bench.owner.kept.forget(1)
+    bench.refill()
+    ways = [bench.check([(1, 9960, 480)], end=False)]  # another request in the same slot
+    bench.refill()
+    ways.append(bench.check([(1, 0, 480)], end=False))
+    assert ways == [["kept"]] * 2 or not IS_HOPPER

@@ -80,7 +80,7 @@ class CudaExecutor:
         sizes = (limits.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim)
         self._workspace = Workspace.of(*sizes, self._wanted, device)
         usable = flashinfer.is_usable(config.head_dim, model.dtype)
-        kind = (config.num_kv_heads, config.head_dim, model.dtype)
+        kind = (config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
         self._flashinfer = flashinfer.FlashInfer(*kind, limits.max_model_len, device) if usable else None
         self._decodes: dict[int, Whole] = {}
         self._mixed: dict[int, Pieces] = {}
@@ -113,6 +113,8 @@ class CudaExecutor:
             self._pending.result()  # what a grammar allows next depends on the token that it got last
         for setup in inputs.setups:
             self.sampler.setup(setup)
+            if self._flashinfer is not None:
+                self._flashinfer.kept.forget(setup.slot)
         started = _event()
         started.record()
         rows = np.flatnonzero(plan.samples)
@@ -220,12 +222,14 @@ class CudaExecutor:
         return [slots, positions, np.concatenate([np.zeros(decodes, np.int32), inputs.prefill_tokens]), decoding]
 
     def _prefills(self, plan: StepPlan) -> Prefills:
-        slots, first, count = (array[plan.num_decodes :] for array in (plan.slots, plan.first, plan.count))
+        prompts = slice(plan.num_decodes, None)
+        slots, first, count, ends = plan.slots[prompts], plan.first[prompts], plan.count[prompts], plan.samples[prompts]
         if self._flashinfer is None:
             return PlainPrefills(self.kv, self._tables, slots, first, count)
         pages = (-(-(first + count) // self.kv.block_size)).tolist()
         tables = [self._blocks[slot, :used] for slot, used in zip(slots.tolist(), pages, strict=True)]
-        return self._flashinfer.prefills(self.kv, self.model.config.num_heads, first, count, tables, self._courier.send)
+        heads, send = self.model.config.num_heads, self._courier.send
+        return self._flashinfer.prefills(self.kv, heads, slots, first, count, ends, tables, send)
 
     # Graphs
 
@@ -291,12 +295,14 @@ class CudaExecutor:
         limits, device = self.limits, self.device
         ids = torch.zeros(count, dtype=torch.int32, device=device)
         nobody = torch.full_like(ids, NOBODY)
-        firsts, counts = np.array([first]), np.array([count])
-        prefills: Prefills = PlainPrefills(self.kv, self._tables, np.zeros(1, np.int64), firsts, counts)
+        slots, firsts, counts, ends = np.zeros(1, np.int64), np.array([first]), np.array([count]), np.ones(1, np.bool_)
+        prefills: Prefills = PlainPrefills(self.kv, self._tables, slots, firsts, counts)
         if self._flashinfer is not None:
             tables = [np.zeros(-(-(first + count) // self.kv.block_size), np.int32)]
             heads = self.model.config.num_heads
-            prefills = self._flashinfer.prefills(self.kv, heads, firsts, counts, tables, self._courier.send)
+            prefills = self._flashinfer.prefills(
+                self.kv, heads, slots, firsts, counts, ends, tables, self._courier.send
+            )
         positions = torch.arange(first, first + count, dtype=torch.int32, device=device)
         hidden = self.model.forward(ids, self._attention(nobody, positions, 0, prefills))
         rows = limits.max_num_seqs

@@ -14,12 +14,13 @@ from weft.kv import KVPool
 
 WORKSPACE = 256 << 20  # bytes
 MOST_GATHERED = 1 << 16  # tokens
+MOST_KEPT = 1 / 32  # of the device's memory, for the copy of the prompt that is being read
 WORTH = 20_000  # queries, counted head by head, that must read a key for copying it to pay
 LONG = 2048  # tokens of context that it pays to divide where few queries read them
 TILE = 128  # queries of one head that a program takes, with the whole context to read; each multiprocessor holds one
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-_Way = Literal["paged", "gathered", "divided", "after"]  # the last: divided as well, behind others of the step
+_Way = Literal["paged", "gathered", "kept", "divided", "after"]  # the last: divided as well, behind the step's others
 
 
 def is_usable(head_dim: int, dtype: torch.dtype) -> bool:
@@ -57,19 +58,25 @@ class FlashInfer:
     """Two wrappers for each kind of layer and each way, used in turn: planning a step writes into a pinned buffer from
     which the step before may still be copied.
 
-    On a Hopper GPU there are three ways. The usual one takes keys page by page. Where many queries read the same keys,
-    it is faster with keys that lie behind each other (16% to 20% in attention on an H200), so that copying them there,
-    layer by layer, pays. And where few queries read a long context, the kernel for older GPUs, which divides contexts,
-    is faster, as the one for Hopper would leave most multiprocessors idle (16 queries of 32 heads behind 100,000
-    tokens: 118 instead of 1,343 us).
+    On a Hopper GPU there are several ways. The usual one takes keys page by page. It is faster with keys that lie
+    behind each other (16% to 20% in attention on an H200). So the keys of a prompt that is read slice by slice are kept
+    in that order as well until it is read; and where many queries read the same keys, copying all of them there, layer
+    by layer, pays. Where few queries read a long context, the kernel for older GPUs, which divides contexts, is faster,
+    as the one for Hopper would leave most multiprocessors idle (16 queries of 32 heads behind 100,000 tokens: 118
+    instead of 1,343 us).
     """
 
-    def __init__(self, kv_heads: int, head_dim: int, dtype: torch.dtype, longest: int, device: torch.device) -> None:
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, longest: int, device: torch.device
+    ) -> None:
         self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self._is_hopper = torch.cuda.get_device_capability(device)[0] == 9
         self._all = TILE * sm_count(device)  # queries, counted head by head, that go through attention together
         tokens = min(longest, MOST_GATHERED) if self._is_hopper else 0
         self._gathered = torch.empty((2, tokens, kv_heads, head_dim), dtype=dtype, device=device)
+        memory = torch.cuda.get_device_properties(device).total_memory
+        kept = int(MOST_KEPT * memory / (2 * layers * kv_heads * head_dim * dtype.itemsize))
+        self.kept = Kept(torch.empty((layers, 2, min(tokens, kept), kv_heads, head_dim), dtype=dtype, device=device))
         self._wrappers: dict[tuple[_Kind, _Way], list[Any]] = {}
         self._turn = 0
 
@@ -81,12 +88,15 @@ class FlashInfer:
         self,
         kv: KVPool,
         heads: int,
+        slots: NDArray[np.int64],
         first: NDArray[np.int64],
         count: NDArray[np.int64],
+        ends: NDArray[np.bool_],
         tables: list[NDArray[np.int32]],
         send: Callable[[NDArray[np.int32]], list[Tensor]],
     ) -> "Prefills":
-        """For prompts at these positions with these block tables, which are sent to the device."""
+        """For prompts at these positions with these block tables, which are sent to the device; `ends`: which of them
+        are read to their end."""
         self._turn ^= 1
         parts: list[Part] = []
         starts = np.concatenate([[0], np.cumsum(count)])
@@ -99,7 +109,15 @@ class FlashInfer:
         for low, high, way in runs:
             if low < high:
                 some = (first[low:high], count[low:high], tables[low:high], send)
-                planned = self._many(kv, heads, *some) if way is None else self._paged(kv, way, *some)
+                planned: PagedPrefills | GatheredPrefills
+                if way is not None:
+                    planned = self._paged(kv, way, *some)
+                elif high - low == 1 and self.kept.take(
+                    int(slots[low]), int(first[low]), int(count[low]), bool(ends[low])
+                ):
+                    planned = self._gather(kv, self.kept, *some)
+                else:
+                    planned = self._many(kv, heads, *some)
                 parts.append(Part(slice(int(starts[low]), int(starts[high])), planned))
         return Prefills(parts)
 
@@ -137,13 +155,24 @@ class FlashInfer:
         tables: list[NDArray[np.int32]],
         send: Callable[[NDArray[np.int32]], list[Tensor]],
     ) -> "PagedPrefills | GatheredPrefills":
-        size, end = kv.block_size, first + count
-        reach = int(end.sum())
+        reach = int((first + count).sum())
         if reach <= self._gathered.shape[1] and heads * float((count * (first + count / 2)).sum()) >= WORTH * reach:
-            places = [(table[:, None] * size + np.arange(size, dtype=np.int32)).ravel() for table in tables]
-            (device_places,) = send(np.concatenate([place[:used] for place, used in zip(places, end, strict=True)]))
-            return GatheredPrefills(self, kv, count, end, device_places, self._gathered[:, :reach])
+            return self._gather(kv, Passing(self._gathered[:, :reach]), first, count, tables, send)
         return self._paged(kv, "paged", first, count, tables, send)
+
+    def _gather(
+        self,
+        kv: KVPool,
+        store: "Passing | Kept",
+        first: NDArray[np.int64],
+        count: NDArray[np.int64],
+        tables: list[NDArray[np.int32]],
+        send: Callable[[NDArray[np.int32]], list[Tensor]],
+    ) -> "GatheredPrefills":
+        size, end = kv.block_size, first + count
+        places = [(table[:, None] * size + np.arange(size, dtype=np.int32)).ravel() for table in tables]
+        (device_places,) = send(np.concatenate([place[:used] for place, used in zip(places, end, strict=True)]))
+        return GatheredPrefills(self, kv, count, end, device_places, store)
 
     def wrapper(self, kind: _Kind, way: _Way) -> Any:
         """This turn's."""
@@ -212,9 +241,7 @@ class PagedPrefills:
 
 
 class GatheredPrefills:
-    """The same, with all keys and values of a layer copied to where they lie behind each other."""
-
-    way: _Way = "gathered"
+    """The same, with all keys and values of a layer where they lie behind each other."""
 
     def __init__(
         self,
@@ -223,27 +250,77 @@ class GatheredPrefills:
         count: NDArray[np.int64],
         end: NDArray[np.int64],
         places: Tensor,
-        gathered: Tensor,
+        store: "Passing | Kept",
     ) -> None:
         self.owner, self.kv = owner, kv
+        self.way: _Way = store.way
         self._queries, self._keys = _offsets(count), _offsets(end)
-        self._places, self._gathered = places, gathered
+        self._places, self._store = places, store
         self._planned: dict[_Kind, Any] = {}
 
     def attend(self, heads: Heads, q: Tensor, out: Tensor) -> None:
         kind = _Kind.of(heads)
         if kind not in self._planned:
             self._planned[kind] = self._plan(kind, q.dtype)
-        for cache, gathered in zip((self.kv.k, self.kv.v), self._gathered, strict=True):
-            # As whole numbers of eight bytes: torch copies one at a time.
-            source = cache[heads.layer].flatten(0, 1).flatten(1).view(torch.int64)
-            torch.index_select(source, 0, self._places, out=gathered.flatten(1).view(torch.int64))
-        self._planned[kind].run(q, *self._gathered, out=out)
+        k, v = self._store.gather(self.kv, heads.layer, self._places)
+        self._planned[kind].run(q, k, v, out=out)
 
     def _plan(self, kind: _Kind, dtype: torch.dtype) -> Any:
-        wrapper = self.owner.wrapper(kind, self.way)
+        wrapper = self.owner.wrapper(kind, "gathered")
         wrapper.plan(self._queries, self._keys, *kind.sizes, causal=True, q_data_type=dtype, **kind.options)
         return wrapper
+
+
+class Passing:
+    """A place for one layer's keys and values, copied there before each layer."""
+
+    way: _Way = "gathered"
+
+    def __init__(self, place: Tensor) -> None:
+        self._place = place  # [2, tokens, kv_heads, head_dim]
+
+    def gather(self, kv: KVPool, layer: int, places: Tensor) -> Tensor:
+        _copy(kv, layer, places, self._place)
+        return self._place
+
+
+class Kept:
+    """A copy of all keys and values of the prompt that is being read, which grows with each of its slices."""
+
+    way: _Way = "kept"
+
+    def __init__(self, copy: Tensor) -> None:
+        self._copy = copy  # [layers, 2, tokens, kv_heads, head_dim]
+        self._slot, self._next = -1, 0
+        self._known = [0] * len(copy)  # tokens that are there, by layer: not every step attends in every layer
+
+    def forget(self, slot: int | None = None) -> None:
+        """Somebody else has the slot now; without one: all that is in the cache is another's."""
+        if slot is None or slot == self._slot:
+            self._slot, self._next = -1, 0
+
+    def take(self, slot: int, first: int, count: int, ends: bool) -> bool:
+        """Whether a slice is read from here: one that goes on with what is here, or begins what will go on."""
+        goes_on = slot == self._slot and first >= self._next
+        if first + count > self._copy.shape[2] or not (goes_on or not ends):
+            return False
+        if not goes_on:
+            self._known = [0] * len(self._known)
+        self._slot, self._next = slot, first + count
+        return True
+
+    def gather(self, kv: KVPool, layer: int, places: Tensor) -> Tensor:
+        known, end = self._known[layer], len(places)
+        _copy(kv, layer, places[known:], self._copy[layer, :, known:end])
+        self._known[layer] = end
+        return self._copy[layer, :, :end]
+
+
+def _copy(kv: KVPool, layer: int, places: Tensor, to: Tensor) -> None:
+    for cache, place in zip((kv.k, kv.v), to, strict=True):
+        # As whole numbers of eight bytes: torch copies one at a time.
+        source = cache[layer].flatten(0, 1).flatten(1).view(torch.int64)
+        torch.index_select(source, 0, places, out=place.flatten(1).view(torch.int64))
 
 
 def _offsets(lengths: NDArray[np.int64]) -> Tensor:
