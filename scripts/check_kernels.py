@@ -84,6 +84,18 @@ def check_norm_rope_write(device: torch.device, dtype: torch.dtype) -> None:
             assert int((~cache.isnan()).sum()) == (tokens - 1) * kv_heads * dim, "written elsewhere too"
 
 
+def check_copy_tokens(device: torch.device, dtype: torch.dtype) -> None:
+    for kv_heads, head_dim, tokens, begin in ((2, 16, 50, 0), (8, 64, 33, 17), (3, 20, 40, 39), (2, 16, 10, 10)):
+        k, v = (torch.randn(10, 16, kv_heads, head_dim, dtype=dtype, device=device) for _ in range(2))
+        places = torch.randperm(160, device=device)[:tokens]
+        found = torch.zeros((2, 64, kv_heads, head_dim), dtype=dtype, device=device)
+        fused.copy_tokens(k, v, places.int(), begin, found)
+        expected = torch.zeros_like(found)
+        for half, cache in enumerate((k, v)):
+            expected[half, begin:tokens] = cache.flatten(0, 1)[places[begin:]]
+        assert torch.equal(found, expected)
+
+
 def check_decode(device: torch.device, dtype: torch.dtype) -> None:
     for heads, kv_heads, dim, block_size, window, wanted, positions in (
         (4, 1, 64, 16, None, 1, (0, 15, 16, 63, 64, 200)),
@@ -165,6 +177,7 @@ def check_matvec_silu(device: torch.device, dtype: torch.dtype) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
+    check_copy_tokens,
     check_add_rms_norm,
     check_silu_mul,
     check_norm_rope_write,

@@ -1,5 +1,6 @@
 """What the benchmarks of a device run on: an engine of a model's shape, with random weights, from a config alone."""
 
+import gc
 import json
 import os
 import tempfile
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.build import build_engine
+from weft.engine.build import build_engine, settle
 from weft.engine.cpu import prepare_cpu
 from weft.engine.engine import Engine
 from weft.engine.options import EngineOptions
@@ -121,11 +122,13 @@ def shape_directory(shape: str, load_format: str = "dummy") -> Iterator[Path]:
 @contextmanager
 def closing_engine(options: EngineOptions, path: Path) -> Iterator[Engine]:
     engine = build_engine(options, path)
+    settle()
     try:
         yield engine
     finally:
         clear(engine)
         engine.loop.executor.close()
+        gc.unfreeze()
 
 
 def clear(engine: Engine) -> None:

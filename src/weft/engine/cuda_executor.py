@@ -93,6 +93,8 @@ class CudaExecutor:
     def use(self, kv: KVPool) -> None:
         """Takes another pool. What was captured for the one before is given back."""
         self.kv = kv
+        if self._flashinfer is not None:
+            self._flashinfer.kept.forget()
         self._decodes.clear()
         self._mixed.clear()
         torch.cuda.empty_cache()
@@ -282,20 +284,22 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Runs the largest step, with nobody's numbers, on blocks that are there many times over, and small ones, at
-        the beginning of a prompt and behind a long context: what any of them needs is made now."""
+        """Runs the largest step, with nobody's numbers, on blocks that are there many times over, and small ones: at
+        the beginning of a prompt, which ends there or goes on, and behind a long context. What any of them needs is
+        made now."""
         longest = self.limits.max_model_len - 1
         most = min(self.limits.max_num_batched_tokens, longest)
         few = min(most, 16)
-        for first, count in {(0, most), (0, few), (min(flashinfer.LONG, longest - few), few)}:
-            self._rehearse(first, count)
+        behind = min(flashinfer.LONG, longest - few)
+        for first, count, ends in ((0, most, True), (0, few, True), (0, few, False), (behind, few, True)):
+            self._rehearse(first, count, ends)
         torch.cuda.synchronize(self.device)
 
-    def _rehearse(self, first: int, count: int) -> None:
+    def _rehearse(self, first: int, count: int, is_end: bool) -> None:
         limits, device = self.limits, self.device
         ids = torch.zeros(count, dtype=torch.int32, device=device)
         nobody = torch.full_like(ids, NOBODY)
-        slots, firsts, counts, ends = np.zeros(1, np.int64), np.array([first]), np.array([count]), np.ones(1, np.bool_)
+        slots, firsts, counts, ends = np.zeros(1, np.int64), np.array([first]), np.array([count]), np.array([is_end])
         prefills: Prefills = PlainPrefills(self.kv, self._tables, slots, firsts, counts)
         if self._flashinfer is not None:
             tables = [np.zeros(-(-(first + count) // self.kv.block_size), np.int32)]

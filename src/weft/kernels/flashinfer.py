@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.kernels.attention import Heads
 from weft.kernels.cuda import sm_count
+from weft.kernels.fused import copy_tokens
 from weft.kv import KVPool
 
 WORKSPACE = 256 << 20  # bytes
@@ -280,7 +281,10 @@ class Passing:
         self._place = place  # [2, tokens, kv_heads, head_dim]
 
     def gather(self, kv: KVPool, layer: int, places: Tensor) -> Tensor:
-        _copy(kv, layer, places, self._place)
+        for cache, place in zip((kv.k, kv.v), self._place, strict=True):
+            # As whole numbers of eight bytes: torch copies one at a time.
+            source = cache[layer].flatten(0, 1).flatten(1).view(torch.int64)
+            torch.index_select(source, 0, places, out=place.flatten(1).view(torch.int64))
         return self._place
 
 
@@ -310,17 +314,10 @@ class Kept:
         return True
 
     def gather(self, kv: KVPool, layer: int, places: Tensor) -> Tensor:
-        known, end = self._known[layer], len(places)
-        _copy(kv, layer, places[known:], self._copy[layer, :, known:end])
+        end = len(places)
+        copy_tokens(kv.k[layer], kv.v[layer], places, self._known[layer], self._copy[layer])
         self._known[layer] = end
         return self._copy[layer, :, :end]
-
-
-def _copy(kv: KVPool, layer: int, places: Tensor, to: Tensor) -> None:
-    for cache, place in zip((kv.k, kv.v), to, strict=True):
-        # As whole numbers of eight bytes: torch copies one at a time.
-        source = cache[layer].flatten(0, 1).flatten(1).view(torch.int64)
-        torch.index_select(source, 0, places, out=place.flatten(1).view(torch.int64))
 
 
 def _offsets(lengths: NDArray[np.int64]) -> Tensor:

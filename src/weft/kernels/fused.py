@@ -22,6 +22,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
+COPIED = 4096  # numbers that a program copies
 SHORT_READ = 16 << 20  # bytes that take about as long to read as a kernel takes to start
 PDL = True  # programmatic dependent launch, where the device has it; False: a kernel starts when all before have ended
 
@@ -324,3 +325,45 @@ def _scatter(values, columns, inside, to_q, to_k, to_v, is_q, is_k, is_v):
     tl.store(to_q[:, None] + columns[None, :], values, mask=is_q[:, None] & inside[None, :])
     tl.store(to_k[:, None] + columns[None, :], values, mask=is_k[:, None] & inside[None, :])
     tl.store(to_v[:, None] + columns[None, :], values, mask=is_v[:, None] & inside[None, :])
+
+
+def copy_tokens(k_cache: Tensor, v_cache: Tensor, places: Tensor, begin: int, to: Tensor) -> None:
+    """Keys and values of the tokens from `begin` on, each at its place in the caches, to `to` [2, T, ...], behind each
+    other; `places` [T] int32 are block * block_size + offset.
+    """
+    size = k_cache[0, 0].numel()
+    assert to[0].is_contiguous()
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    count = len(places) - begin
+    if count > 0:
+        block = triton.next_power_of_2(size)
+        tile = max(1, COPIED // block)
+        grid = (triton.cdiv(count, tile), 2)
+        _copy_tokens[grid](
+            k_cache, v_cache, places, to, begin, len(places), to.stride(0), SIZE=size, BLOCK=block, TILE=tile
+        )
+
+
+@triton.jit(do_not_specialize=["begin", "end", "half_stride"])  # they differ from step to step
+def _copy_tokens(
+    k_cache,
+    v_cache,
+    places,
+    to,
+    begin,
+    end,
+    half_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tokens = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)
+    numbers = tl.arange(0, BLOCK)
+    inside = (tokens < end)[:, None] & (numbers < SIZE)[None, :]
+    source = tl.load(places + tokens, mask=tokens < end, other=0).to(tl.int64)[:, None] * SIZE + numbers[None, :]
+    target = to + tokens.to(tl.int64)[:, None] * SIZE + numbers[None, :]
+    if tl.program_id(1) == 0:
+        tl.store(target, tl.load(k_cache + source, mask=inside), mask=inside)
+    else:
+        tl.store(target + half_stride, tl.load(v_cache + source, mask=inside), mask=inside)

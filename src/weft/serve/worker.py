@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 
 from weft.core import StepRecord
-from weft.engine.build import build_engine
+from weft.engine.build import build_engine, settle
 from weft.engine.engine import Engine
 from weft.engine.loop import TokenEvent
 from weft.engine.options import EngineOptions
@@ -70,6 +70,7 @@ def main() -> int:
         socket.send(encode(Fatal(" ".join(str(error).split()))))
         socket.close()
         return 2
+    settle()
     socket.send(encode(Ready(facts_of(engine, orders.options["policy"]))))
     Worker(engine, socket).run()
     return 1
