@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +33,12 @@ class ScriptedServer:
         self.script = script
         self.bodies: list[dict[str, Any]] = []
         self.refused_fields: set[str] = set()
+        self.count: Callable[[str], int] | None = None  # tokens of a prompt; None: there is no way to ask for them
+        self.tokenizes = True  # where they are counted: else only the usage of an answer tells them
+        self.counting = 0.0  # seconds that /tokenize takes
+        self.counts = 0  # how often it was asked
+        self.longest_counted = 0  # tokens
+        self.longest: int | None = None  # tokens of the context
         self.stalled_until = 0.0  # on the loop's clock: nothing is sent before
         self.url = ""
 
@@ -41,10 +49,13 @@ class ScriptedServer:
                 body = await reader.readexactly(int(lengths[0].split(b":")[1])) if lengths else b""
                 method, path, _ = head.split(b" ", 2)
                 if method == b"GET":
-                    found = {"data": [{"id": "scripted"}]} if path == b"/v1/models" else {}
-                    writer.write(_whole(200 if path == b"/v1/models" else 404, found))
+                    found = {"data": [{"id": "scripted", "max_model_len": self.longest}]}
+                    writer.write(_whole(200, found) if path == b"/v1/models" else _whole(404, {}))
                 elif path == b"/tokenize":
-                    writer.write(_whole(404, {}))
+                    self.counts += 1
+                    await asyncio.sleep(self.counting)
+                    counted = self.count is not None and self.tokenizes
+                    writer.write(_whole(200, self._counted(json.loads(body))) if counted else _whole(404, {}))
                 elif not await self.answer(json.loads(body), writer):
                     break
         writer.close()
@@ -58,6 +69,9 @@ class ScriptedServer:
         self.bodies.append(body)
         if script.status != 200:
             writer.write(_whole(script.status, {"error": {"message": "not now"}}))
+            return True
+        if not body.get("stream"):
+            writer.write(_whole(200, {"usage": {"prompt_tokens": self._counted(body)["count"]}}))
             return True
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         clock = asyncio.get_running_loop().time
@@ -87,6 +101,12 @@ class ScriptedServer:
         writer.write(b"0\r\n\r\n")
         return True
 
+    def _counted(self, body: dict[str, Any]) -> dict[str, int]:
+        assert self.count is not None
+        tokens = self.count(body["messages"][0]["content"] if "messages" in body else body["prompt"])
+        self.longest_counted = max(self.longest_counted, tokens)
+        return {"count": tokens}
+
 
 @contextlib.asynccontextmanager
 async def scripted(script: Callable[[dict[str, Any], int], Script]) -> AsyncIterator[ScriptedServer]:
@@ -97,6 +117,27 @@ async def scripted(script: Callable[[dict[str, Any], int], Script]) -> AsyncIter
         yield found
     finally:
         server.close()
+
+
+@contextlib.contextmanager
+def beside(script: Callable[[dict[str, Any], int], Script]) -> Iterator[ScriptedServer]:
+    """The same on a thread of its own, for clients in other processes. There is no virtual clock."""
+    started: queue.Queue[tuple[ScriptedServer, Callable[[], object]]] = queue.Queue()
+
+    async def serve() -> None:
+        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+        async with scripted(script) as server:
+            started.put((server, lambda: loop.call_soon_threadsafe(stopped.set)))
+            await stopped.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    server, stop = started.get(timeout=10)
+    try:
+        yield server
+    finally:
+        stop()
+        thread.join(10)
 
 
 def _event(writer: asyncio.StreamWriter, data: dict[str, Any]) -> None:

@@ -99,6 +99,10 @@ def _answered(server: RunningServer) -> int:
         (["--url", "{url}", "--goodput", "speed:3"], "is no goal"),
         (["--url", "{url}", "--num-prompts", "0"], "must be at least 1"),
         (["--url", "{url}", "--request-rate", "0"], "must be above 0"),
+        (
+            ["--url", "{url}", "--trace", "t.csv", "--request-rate", "4"],
+            "--request-rate 4.0: a trace has its own times",
+        ),
         (["--url", "{url}", "--input-len", "9000000"], "no requests are left to send"),
         (["--url", "{url}", "--trace", "nothing.csv"], "cannot read the trace"),
         (["--url", "{url}", "--num-prompts", "2", "--warmup", "60"], "leave nothing of a run"),

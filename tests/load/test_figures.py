@@ -16,7 +16,7 @@ from weft.errors import EngineError, OptionError
 from weft.load.ask import Ask
 from weft.load.client import Client, Reply
 from weft.load.drive import Run, drive
-from weft.load.figures import Goals, Window, figures, gaps, is_good, tpot
+from weft.load.figures import Goals, Window, caveats, figures, gaps, is_good, tpot
 
 NEAR = {"rel": 1e-6, "abs": 0.01}  # milliseconds
 
@@ -188,6 +188,45 @@ def test_a_server_that_knows_less_is_asked_for_less() -> None:
     run_, bodies = virtual.run(run())
     assert all(not {"ignore_eos", "stream_options"} & body.keys() for body in bodies)
     assert [reply.output_tokens for reply in run_.replies] == [2, 2]
+    found = in_all(run_)
+    assert found["completed_without_usage"] == 2
+    assert "no usage for 2 of 2 requests" in " ".join(caveats(found))
+
+
+@pytest.mark.parametrize(
+    ("refused", "asked", "ignoring"),
+    [
+        (set(), {"ignore_eos", "stream_options"}, True),
+        ({"ignore_eos"}, {"stream_options"}, False),
+        ({"stream_options"}, {"ignore_eos"}, True),
+    ],
+)
+def test_only_what_a_server_refuses_is_given_up(refused: set[str], asked: set[str], ignoring: bool) -> None:
+    async def run() -> tuple[bool, dict[str, Any]]:
+        async with scripted(lambda body, number: Script()) as server, Client(server.url, None) as client:
+            server.refused_fields = refused
+            await client.meet()
+            return client.asks_to_ignore_eos, server.bodies[-1]
+
+    told, body = virtual.run(run())
+    assert told == ignoring
+    assert {"ignore_eos", "stream_options"} & body.keys() == asked
+
+
+def test_what_was_otherwise_than_asked_for_is_said_and_all_else_is_not() -> None:
+    run = Run([_reply(0.0, 0.0, [1.0], 0)], 1, 1, 1.0, left_out=3)
+    assert caveats({**in_all(run), "ignore_eos": False}) == [
+        "3 requests were left out, as they are longer than the model's context",
+        "the server refused ignore_eos: answers may be shorter than asked for",
+    ]
+    run.left_out = 0
+    assert caveats({**in_all(run), "ignore_eos": True}) == caveats({}) == []
+
+
+def test_the_rate_that_was_achieved_is_the_one_of_sending() -> None:
+    sent = [_reply(number / 10, number / 2, [9.0], 0) for number in range(5)]
+    assert in_all(Run(sent, 5, 5, 9.0))["achieved_request_rate"] == pytest.approx(2)
+    assert in_all(Run(sent[:1], 1, 1, 9.0))["achieved_request_rate"] is None
 
 
 def test_what_is_wrong_with_a_server_is_said_at_once() -> None:

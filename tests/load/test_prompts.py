@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import weft
 from weft.errors import EngineError, OptionError
-from weft.load.prompts import LEAST_ATOMS, Atoms, Count, make_asks
+from weft.load.prompts import LEAST_ATOMS, Atoms, Count, counted, make_asks
 from weft.load.workload import Wish
 from weft.sim.traces import MOONCAKE_BLOCK
 from weft.text.tokenizer import Tokenizer
@@ -168,8 +168,42 @@ def test_an_overhead_of_more_than_a_block_leaves_the_later_blocks() -> None:
     assert prompt.startswith(atoms.block(2, MOONCAKE_BLOCK - 100))
 
 
-def test_a_given_text_is_the_prompt() -> None:
-    assert ATOMS["plain"].prompt(Wish(0, 3, 1, text="how are you"), 0, 0) == "how are you"
+def test_a_given_text_is_sent_behind_a_head_that_is_the_runs_own() -> None:
+    wish = Wish(0, 3, 1, text="how are you")
+    one, same, other = (ATOMS["plain"].prompt(wish, number, seed) for number, seed in ((0, 0), (1, 0), (0, 1)))
+    assert one == same, "what several texts begin with stays common"
+    assert one != other
+    assert one.endswith("\nhow are you")
+
+
+PAIRS = [
+    ("How are you?", "I am very well, thank you."),
+    ("  1 + 1\n", "2"),
+    ("Write a poem", "The sea\n\nis blue. " * 9),
+]
+
+
+@pytest.mark.parametrize("kind", MEASURES)
+def test_an_answer_is_as_long_as_its_text_alone_and_a_prompt_as_it_is_sent(kind: str) -> None:
+    atoms, measure = ATOMS[kind], MEASURES[kind]
+    given = [Wish(0, 0, 0, text=text, answer=answer) for text, answer in PAIRS]
+    wishes = asyncio.run(counted(given, atoms, 3, Counter(measure)))
+    alone = len if kind == "bytes" else count_plain
+    assert [wish.output_tokens for wish in wishes] == [
+        alone(answer.strip() if kind == "chat" else answer) for _, answer in PAIRS
+    ]
+    asks = asyncio.run(make_asks(wishes, atoms, 3, Counter(measure)))
+    assert [ask.prompt_tokens for ask in asks] == [measure(ask.prompt) for ask in asks]
+
+
+def test_given_texts_that_were_counted_are_sent_with_another_beginning() -> None:
+    count = Counter(count_plain)
+    given = [Wish(0, 0, 0, text=text, answer=answer) for text, answer in PAIRS]
+    wishes = asyncio.run(counted(given, ATOMS["plain"], 3, count))
+    asks = asyncio.run(make_asks(wishes, ATOMS["plain"], 3, count))
+    seen = [text for texts in count.calls for text in texts]
+    shared = [beginning(ask.prompt, text) for ask in asks for text in seen]
+    assert max(map(len, shared)) < 10, "a word by chance at most: the head decides"
 
 
 @pytest.mark.parametrize("kind", MEASURES)
@@ -190,13 +224,11 @@ def test_a_prompt_is_the_same_for_the_same_number_and_seed() -> None:
 def test_asks_follow_the_wishes() -> None:
     atoms, count = ATOMS["chat"], Counter(count_chat)
     wishes = [Wish(number / 4, 20 + 7 * number, 5, (number % 3,)) for number in range(100)]
-    wishes.append(Wish(30, count_chat("how are you"), 4, text="how are you"))
     asks = asyncio.run(make_asks(wishes, atoms, 1, count))
     assert [(ask.at, ask.prompt_tokens, ask.output_tokens) for ask in asks] == [
         (wish.at, wish.prompt_tokens, wish.output_tokens) for wish in wishes
     ]
     assert [count_chat(ask.prompt) for ask in asks] == [wish.prompt_tokens for wish in wishes]
-    assert asks[-1].prompt == "how are you"
 
 
 def test_lengths_are_checked_with_one_call_from_the_shortest_to_the_longest() -> None:

@@ -31,7 +31,9 @@ def reply(number: int, gap: float = 0.02, *, error: str = "", server: bool = Tru
     return made
 
 
-def told(replies: list[Reply], goals: Goals | None = None, rate: float | str = 10.0, **more: Any) -> dict[str, Any]:
+def told(
+    replies: list[Reply], goals: Goals | None = None, rate: float | str | None = 10.0, **more: Any
+) -> dict[str, Any]:
     """As `weft bench serve --json FILE --save-detailed` writes it."""
     run = Run(replies, len(replies), len(replies), seconds=5.0)
     names = ("number", "due", "sent", "end", "times", "prompt_tokens", "output_tokens", "cached_tokens", "server")
@@ -147,6 +149,20 @@ def test_text_from_a_run_is_escaped() -> None:
     read = Page(text)
     assert bad in read.words
     assert "2" in read.words[read.words.index("Errors") :]
+
+
+def test_what_was_otherwise_than_asked_for_is_in_the_report() -> None:
+    read = page(("one", sample(left_out_too_long=7, ignore_eos=False, completed_without_usage=3)))
+    assert "one: 7 requests were left out" in read.text
+    assert "one: the server refused ignore_eos" in read.text
+    assert "one: the server told no usage for 3 of 50 requests" in read.text
+    assert read.words[read.words.index("left out, too long") + 1] == "7"
+    assert "refused" not in page(("one", sample(ignore_eos=True))).text
+
+
+def test_a_trace_is_told_with_the_rate_that_it_came_to() -> None:
+    found = sample(rate=None, pattern=None, trace="azure.csv", rate_scale=0.5)
+    assert "trace azure.csv x 0.5, 10.00 requests/s" in page(("one", found)).text
 
 
 def test_a_run_without_requests_says_how_to_have_them() -> None:

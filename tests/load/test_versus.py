@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,32 @@ def test_a_server_that_does_not_come_up_is_quoted() -> None:
         pass
 
 
+GUARDED = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Guarded(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.headers["authorization"] == "Bearer secret" else 401)
+        self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Guarded).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("key", ["secret", "wrong"])
+def test_a_started_server_is_asked_with_the_key_and_without_a_proxy(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong with a key is for the client to say: nobody waits for a server that answers."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    file = tmp_path / "guarded.py"
+    file.write_text(GUARDED)
+    with running(Variant("guarded", f"{sys.executable} {file} {{port}}"), key, patience=20) as url:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        request = urllib.request.Request(url + "/v1/models", headers={"authorization": "Bearer secret"})
+        assert direct.open(request, timeout=5).status == 200
+
+
 def test_ab_starts_measures_and_ends_each_variant(tmp_path: Path) -> None:
     file = tmp_path / "ab.json"
     sent = ["--num-prompts", "20", "--input-len", "16", "--output-len", "1", "--repeats", "2"]
@@ -102,6 +129,10 @@ def test_compare_reads_what_serve_wrote(tmp_path: Path) -> None:
     done = weft("compare", *files)
     assert done.returncode == 0, done.stderr
     assert "request_throughput" in done.stdout
+    assert "note:" not in done.stdout
+    shorter = {**json.loads(Path(files[1]).read_text()), "ignore_eos": False}
+    Path(files[1]).write_text(json.dumps(shorter))
+    assert f"note: {files[1]}: the server refused ignore_eos" in weft("compare", *files).stdout
     alone = weft("compare", files[0])
     assert alone.returncode != 0
     assert "cannot be compared" in alone.stderr

@@ -1,6 +1,5 @@
 """When requests come and how long they are; no server needed."""
 
-import asyncio
 import json
 import math
 from pathlib import Path
@@ -210,11 +209,7 @@ def turns(*spoken: tuple[str, str]) -> dict:
     return {"id": "x", "conversations": [{"from": speaker, "value": text} for speaker, text in spoken]}
 
 
-async def count_words(texts: list[str]) -> list[int]:
-    return [len(text.split()) for text in texts]
-
-
-def test_a_sharegpt_conversation_gives_its_first_question_and_its_answers_length(tmp_path: Path) -> None:
+def test_a_sharegpt_conversation_gives_its_first_question_and_its_answer(tmp_path: Path) -> None:
     file = tmp_path / "sharegpt.json"
     conversations = [
         turns(("human", "how are you"), ("gpt", "very well"), ("human", "good")),
@@ -227,20 +222,20 @@ def test_a_sharegpt_conversation_gives_its_first_question_and_its_answers_length
         turns(),
     ]
     file.write_text(json.dumps(conversations))
-    wishes = asyncio.run(of_sharegpt(file, None, count_words, generator()))
+    wishes = of_sharegpt(file, None, generator())
     assert sorted(wishes, key=lambda wish: wish.text) == [
-        Wish(0, 2, 5, text="and you"),
-        Wish(0, 3, 2, text="how are you"),
+        Wish(0, 0, 0, text="and you", answer="I do not know that"),
+        Wish(0, 0, 0, text="how are you", answer="very well"),
     ]
-    assert len(asyncio.run(of_sharegpt(file, 1, count_words, generator()))) == 1
+    assert len(of_sharegpt(file, 1, generator())) == 1
 
 
 def test_sharegpt_conversations_come_in_an_order_that_the_seed_decides(tmp_path: Path) -> None:
     file = tmp_path / "sharegpt.json"
     file.write_text(json.dumps([turns(("human", f"question {number}"), ("gpt", "answer")) for number in range(50)]))
-    one, same = (asyncio.run(of_sharegpt(file, 20, count_words, generator())) for _ in range(2))
+    one, same = (of_sharegpt(file, 20, generator()) for _ in range(2))
     assert one == same
-    assert one != asyncio.run(of_sharegpt(file, 20, count_words, np.random.default_rng(8)))
+    assert one != of_sharegpt(file, 20, np.random.default_rng(8))
     assert len({wish.text for wish in one}) == 20
 
 
@@ -260,7 +255,7 @@ def test_a_malformed_sharegpt_file_is_named_with_the_place(tmp_path: Path, conte
     file = tmp_path / "sharegpt.json"
     file.write_text(content)
     with pytest.raises(OptionError, match=f"sharegpt.json.*{named}"):
-        asyncio.run(of_sharegpt(file, None, count_words, generator()))
+        of_sharegpt(file, None, generator())
 
 
 def test_wishes_that_do_not_fit_are_left_out_and_counted() -> None:

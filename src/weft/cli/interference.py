@@ -1,13 +1,14 @@
 """`weft bench interference`: what decoding streams notice of long prompts, in virtual time and for real."""
 
 import argparse
-import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.cli.load import check_folders, interrupted, write_json
 from weft.cli.shapes import SHAPE_HELP
 from weft.engine.options import check_milliseconds
 from weft.errors import OptionError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from weft.engine.engine import Engine
     from weft.load.interference import Seen
 
+PROFILE = "h200-llama-3-8b"
 SIMULATED_PROMPT = 60_000  # tokens
 SHAPE_TOKENS = 16_384  # a step, at most, with --shape
 SIMULATED_GAP = 0.025  # seconds
@@ -32,13 +34,20 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         "streams' tokens while these are read: under monolithic, chunked (2,048 tokens a step) and slo, in virtual "
         "time on a hardware profile and for real on this machine. There the target of slo is three times the "
         "decode-only step that is measured first. With --shape the scenario is the one that GPU engines are compared "
-        "by: four prompts of 16,000 tokens, one every half second, and a target of 25 ms.",
+        "by: four prompts of 16,000 tokens, one every half second, and a target of 25 ms. With --url a running server "
+        "is measured instead.",
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="left out: the small model that ships with weft")
     add("--shape", metavar="S", help=f"{SHAPE_HELP}, instead of MODEL, with random weights")
     add("--url", metavar="URL", help="of a running OpenAI-compatible server, instead of all else: seen from outside")
-    add("--runs", type=int, default=5, metavar="N", help="real runs of slo, of which the median counts (default: 5)")
+    add(
+        "--runs",
+        type=int,
+        default=5,
+        metavar="N",
+        help="real runs of slo, or of the server, of which the median counts (default: 5)",
+    )
     add(
         "--prompt-tokens",
         type=int,
@@ -49,9 +58,10 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         "--gap-target-ms",
         type=float,
         metavar="MS",
-        help="of slo, for real (default: three decode-only steps, or 25 with --shape)",
+        help="of slo, for real (default: three decode-only steps, or 25 with --shape); with --url, what the server's "
+        "gaps are held against (default: nothing)",
     )
-    add("--profile", default="h200-llama-3-8b", metavar="NAME", help="for virtual time (default: h200-llama-3-8b)")
+    add("--profile", metavar="NAME", help=f"for virtual time (default: {PROFILE})")
     add("--simulated-only", action="store_true", help="virtual time only")
     add("--json", type=Path, metavar="FILE", help="also write a list with one object a run")
     add("--chart", type=Path, metavar="FILE.svg", help="also draw every gap over time (needs weft[charts])")
@@ -60,21 +70,15 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.runs < 1:
-        raise OptionError(f"--runs {arguments.runs} must be at least 1")
+    _check(arguments)
     if arguments.url is not None:
         return _outside(arguments)
-    if arguments.model is not None and arguments.shape is not None:
-        raise OptionError(f"MODEL {arguments.model} and --shape {arguments.shape}: give one of them")
-    if arguments.prompt_tokens is not None and arguments.prompt_tokens < 1:
-        raise OptionError(f"--prompt-tokens {arguments.prompt_tokens} must be at least 1")
-    if arguments.gap_target_ms is not None:
-        check_milliseconds("--gap-target-ms", arguments.gap_target_ms)
+    profile = arguments.profile or PROFILE
     print(
         f"{'where':<44} {'policy':<11} {'target':>8} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8} {'read in':>9}  ms"
     )
-    found = [(f"virtual time, {arguments.profile}", _simulated(arguments.profile, 0.0, 0.0))]
-    disturbed = (f"virtual time, {arguments.profile}, disturbed", _simulated(arguments.profile, 0.1, 0.05))
+    found = [(f"virtual time, {profile}", _simulated(profile, 0.0, 0.0))]
+    disturbed = (f"virtual time, {profile}, disturbed", _simulated(profile, 0.1, 0.05))
     for where, runs in (*found, disturbed):
         for run in runs:
             _print_gaps(where, run)
@@ -83,60 +87,61 @@ def run(arguments: argparse.Namespace) -> int:
         worst = max(run.p999 / run.target for run in runs if run.policy == "slo")
         print(f"{where}: slo's p99.9 is {worst:.2f} of the target ({_verdict(worst / SIMULATED_FACTOR)} 1.1)")
     if real:
-        import numpy as np
-
-        shares = [run.within(REAL_FACTOR) for run in real if run.policy == "slo"]
-        print(
-            f"this machine: slo's p99.9 over (1.3 targets + the noise of decoding alone) is {np.median(shares):.2f}, "
-            f"median of {len(shares)} runs ({', '.join(f'{share:.2f}' for share in shares)}): "
-            f"{_verdict(float(np.median(shares)))} 1"
-        )
+        _print_shares("this machine: slo's", [run.within(REAL_FACTOR) for run in real if run.policy == "slo"])
     if arguments.json is not None:
         rows = [_row(where, run) for where, runs in [*found, disturbed, ("this machine", real)] for run in runs]
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        write_json(arguments.json, rows)
     if arguments.chart is not None:
         from weft.bench.charts import interference_chart
 
-        panels = [(f"{arguments.profile} (simulated)", found[0][1])]
+        panels = [(f"{profile} (simulated)", found[0][1])]
         if real:
             panels.append((f"{arguments.model or arguments.shape or 'default model'} (measured)", _typical(real)))
         interference_chart(arguments.chart, panels)
     return 0
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.runs < 1:
+        raise OptionError(f"--runs {arguments.runs} must be at least 1")
+    if arguments.prompt_tokens is not None and arguments.prompt_tokens < 1:
+        raise OptionError(f"--prompt-tokens {arguments.prompt_tokens} must be at least 1")
+    if arguments.gap_target_ms is not None:
+        check_milliseconds("--gap-target-ms", arguments.gap_target_ms)
+    if arguments.url is None and arguments.model is not None and arguments.shape is not None:
+        raise OptionError(f"MODEL {arguments.model} and --shape {arguments.shape}: give one of them")
+    for name in ("shape", "profile", "simulated_only", "chart") if arguments.url is not None else ():
+        if getattr(arguments, name):
+            raise OptionError(f"--{name.replace('_', '-')} says nothing of a server: leave it out, or --url")
+    check_folders(arguments)
+
+
 def _outside(arguments: argparse.Namespace) -> int:
-    """Against a server, once. MODEL is its name there."""
+    """Against a server. MODEL is its name there."""
     import asyncio
 
-    if arguments.shape is not None or arguments.simulated_only:
-        raise OptionError("--url measures a server: leave --shape and --simulated-only out")
-    if arguments.chart is not None:
-        raise OptionError("--chart needs several policies: leave --url out")
-    seen = asyncio.run(_interfere(arguments))
-    print(f"{'gaps, ms':<10} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8}")
-    parts = {"before": seen.before, "during": seen.during, "after": seen.after}
-    for name, gaps in parts.items():
-        found = _percentiles(gaps.tolist())
-        print(f"{name:<10} " + (" ".join(f"{value:>8.1f}" for value in found.values()) if found else "none"))
-    print(f"long prompts read in {seen.read:.2f} s, first tokens after {_milliseconds(seen.ttfts)}")
-    if arguments.json is not None:
-        row = {
-            "where": arguments.url,
-            "policy": None,
-            "target_ms": None,
-            "quiet_gap_ms": _percentiles(seen.before.tolist()),
-            "gap_ms": _percentiles(seen.during.tolist()),
-            "after_gap_ms": _percentiles(seen.after.tolist()),
-            "steps_with_prefill": None,
-            "read_in_s": seen.read,
-            "ttft_ms": [1000 * ttft for ttft in seen.ttfts],
-        }
-        arguments.json.write_text(json.dumps([row], indent=1) + "\n")
-    return 0
+    seen: list[Seen] = []
+    was_interrupted = False
+    print(f"{'run':<8}{'gaps, ms':<10} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8} {'read in':>9}")
+    try:
+        asyncio.run(_interfere(arguments, seen))
+    except KeyboardInterrupt:  # what is known by then is told
+        was_interrupted = True
+    if seen:
+        _print_medians(seen)
+    target = arguments.gap_target_ms
+    told = [run for run in seen if len(run.before) and len(run.during)]  # a slow server may have no gaps to tell of
+    if target is not None and told:
+        _print_shares(f"{arguments.url}: the", [_share(run, target / 1000) for run in told])
+    if arguments.json is not None and seen:
+        write_json(arguments.json, [_seen_row(arguments.url, target, run) for run in seen])
+    return interrupted(f"after {len(seen)} of {arguments.runs} runs") if was_interrupted else 0
 
 
-async def _interfere(arguments: argparse.Namespace) -> "Seen":
+async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
+    """Appends one run after the other."""
     import os
+    import time
 
     from weft.bench.interference import Scenario
     from weft.load.client import Client
@@ -146,13 +151,65 @@ async def _interfere(arguments: argparse.Namespace) -> "Seen":
 
     scenario = Scenario()
     tokens = arguments.prompt_tokens or scenario.prompt_tokens
+    streams = [Wish(0.0, scenario.stream_prompt, STREAM_TOKENS)] * scenario.streams
+    prompts = [Wish(number * scenario.every, tokens, 1) for number in range(scenario.prompts)]
+    words = int(time.time())  # others for every run: a long prompt that is in the server's cache disturbs nobody
     async with Client(arguments.url, arguments.model, key=os.environ.get("OPENAI_API_KEY")) as client:
         await client.meet()
+        if not client.asks_to_ignore_eos:
+            print("note: the server refused ignore_eos: streams may end too soon", file=sys.stderr)
         atoms = await Atoms.find(client.count)
-        streams = [Wish(0.0, scenario.stream_prompt, STREAM_TOKENS)] * scenario.streams
-        prompts = [Wish(number * scenario.every, tokens, 1) for number in range(scenario.prompts)]
-        asks = await make_asks([*streams, *prompts], atoms, 0, client.count)
-        return await interfere(client, asks[: len(streams)], asks[len(streams) :])
+        for number in range(arguments.runs):
+            asks = await make_asks([*streams, *prompts], atoms, words + number, client.count)
+            seen.append(await interfere(client, asks[: len(streams)], asks[len(streams) :]))
+            _print_parts(f"{number + 1}", _parts(seen[-1]), seen[-1].read)
+            print("  first tokens of the long prompts after", _milliseconds(seen[-1].ttfts), flush=True)
+
+
+def _parts(seen: "Seen") -> dict[str, dict[str, float]]:
+    parts = {"before": seen.before, "during": seen.during, "after": seen.after}
+    return {name: _percentiles(gaps.tolist()) for name, gaps in parts.items()}
+
+
+def _print_parts(run: str, parts: dict[str, dict[str, float]], read: float) -> None:
+    for name, found in parts.items():
+        cells = " ".join(f"{value:>8.1f}" for value in found.values()) if found else "none"
+        print(f"{run:<8}{name:<10} {cells}" + f" {1000 * read:>9.1f}" * (name == "during"), flush=True)
+
+
+def _print_medians(seen: "list[Seen]") -> None:
+    """Of each figure over the runs."""
+    import numpy as np
+
+    every = [_parts(run) for run in seen]
+    parts: dict[str, dict[str, float]] = {}
+    for name in every[0]:
+        known = [one[name] for one in every if one[name]]
+        parts[name] = {kind: float(np.median([found[kind] for found in known])) for kind in known[0]} if known else {}
+    _print_parts("median", parts, float(np.median([run.read for run in seen])))
+
+
+def _share(seen: "Seen", target: float) -> float:
+    """As of an engine's own run; seconds."""
+    from weft.bench.interference import Interference
+
+    run = Interference("", target, seen.before, seen.during, seen.times, 0, seen.read, seen.ttfts)
+    return run.within(REAL_FACTOR)
+
+
+def _seen_row(url: str, target_ms: float | None, seen: "Seen") -> dict[str, Any]:
+    parts = _parts(seen)
+    return {
+        "where": url,
+        "policy": None,
+        "target_ms": target_ms,
+        "quiet_gap_ms": parts["before"],
+        "gap_ms": parts["during"],
+        "after_gap_ms": parts["after"],
+        "steps_with_prefill": None,
+        "read_in_s": seen.read,
+        "ttft_ms": [1000 * ttft for ttft in seen.ttfts],
+    }
 
 
 def _simulated(name: str, bias: float, noise: float) -> "list[Interference]":
@@ -232,6 +289,16 @@ def _print_gaps(where: str, run: "Interference") -> None:
     times = [run.target, *np.percentile(run.gaps, (50, 99, 99.9, 100)), run.prefill]
     cells = " ".join(f"{1000 * time:>8.1f}" for time in times)
     print(f"{where:<44} {run.policy:<11} {cells}   {run.steps} steps with prefill", flush=True)
+
+
+def _print_shares(whose: str, shares: Sequence[float]) -> None:
+    import numpy as np
+
+    middle = float(np.median(shares))
+    print(
+        f"{whose} p99.9 over (1.3 targets + the noise of decoding alone) is {middle:.2f}, median of {len(shares)} runs "
+        f"({', '.join(f'{share:.2f}' for share in shares)}): {_verdict(middle)} 1"
+    )
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:

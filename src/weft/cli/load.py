@@ -105,7 +105,10 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_folders(arguments)
-    found = measured(arguments, arguments.url)
+    try:
+        found = measured(arguments, arguments.url)
+    except KeyboardInterrupt:  # later on, what is known is told
+        return interrupted("before the first request was sent: there are no figures")
     _show(found)
     if arguments.html is not None:
         write_html(arguments.html, [(found["model_id"], found)], f"{found['model_id']} at {arguments.url}")
@@ -114,6 +117,12 @@ def run(arguments: argparse.Namespace) -> int:
             del found["requests"]
         write_json(arguments.json, found)
     return 130 if found["was_interrupted"] else 0 if found["completed"] else 1
+
+
+def interrupted(told: str) -> int:
+    """Ends a command upon Ctrl-C, in one line; the code to exit with."""
+    print(f"weft: interrupted, {told}", file=sys.stderr)
+    return 130
 
 
 def check_folders(arguments: argparse.Namespace) -> None:
@@ -125,7 +134,7 @@ def check_folders(arguments: argparse.Namespace) -> None:
 
 
 def measured(arguments: argparse.Namespace, url: str, words: int = 0) -> dict[str, Any]:
-    """One run against a server: all figures, and every request.
+    """One run against a server: all figures, and every request. Interrupted before it begins, it raises that.
 
     Other `words` say the same otherwise, so that a server that is asked again has nothing of it in its prefix cache.
     """
@@ -133,17 +142,21 @@ def measured(arguments: argparse.Namespace, url: str, words: int = 0) -> dict[st
 
     _check(arguments)
     goals = Goals.parse(arguments.goodput) if arguments.goodput else None
-    model, run = _run(_measure(arguments, url, words))
-    return {**_figures(run, arguments, url, model, goals), "requests": _detailed(run)}
+    client, run = _run(_measure(arguments, url, words))
+    return {**_figures(run, arguments, url, client, goals), "requests": _detailed(run)}
 
 
-def _run(measuring: "Coroutine[Any, Any, tuple[str, Run]]") -> "tuple[str, Run]":
+def _run(measuring: "Coroutine[Any, Any, tuple[Client, Run]]") -> "tuple[Client, Run]":
     """On the fastest event loop that there is."""
     try:
         import uvloop
     except ImportError:
         return asyncio.run(measuring)
     return uvloop.run(measuring)
+
+
+def api_key(arguments: argparse.Namespace) -> str | None:
+    return arguments.api_key or os.environ.get("OPENAI_API_KEY")
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -161,20 +174,24 @@ def _check(arguments: argparse.Namespace) -> None:
             raise OptionError(f"--{name} {getattr(arguments, name)} must be at least 0")
     if arguments.trace is not None and arguments.sharegpt is not None:
         raise OptionError(f"--trace {arguments.trace} and --sharegpt {arguments.sharegpt}: give one of them")
+    own = {"request_rate": math.inf, "pattern": "poisson", "burstiness": 1.0, "ramp_to": None}
+    for name, default in own.items() if arguments.trace is not None else ():
+        if getattr(arguments, name) != default:
+            option = f"--{name.replace('_', '-')} {getattr(arguments, name)}"
+            raise OptionError(f"{option}: a trace has its own times; leave it out, or scale them with --rate-scale")
 
 
-async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tuple[str, Run]":
-    """Sends everything; the model's name and what came back. Interrupted, it gives what is known by then."""
+async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tuple[Client, Run]":
+    """Sends everything; who sent it and what came back. Interrupted, it gives what is known by then."""
     from weft.load.client import Client
     from weft.load.drive import Run, drive
     from weft.load.live import live_view
 
     run = Run()
-    key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
-    options = {"endpoint": arguments.endpoint, "key": key, "temperature": arguments.temperature}
+    options = {"endpoint": arguments.endpoint, "key": api_key(arguments), "temperature": arguments.temperature}
     async with Client(url, arguments.model, timeout=arguments.timeout, **options) as client:
         await client.meet()
-        asks = await _asks(arguments, client, words)
+        asks, run.left_out = await _asks(arguments, client, words)
         open_loop = arguments.trace is not None or arguments.request_rate < math.inf or not arguments.max_concurrency
         show = arguments.progress and sys.stderr.isatty()
         async with live_view(run, show):
@@ -188,34 +205,43 @@ async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tupl
                     run=run,
                 )
             )
-            with _interrupting(driving), contextlib.suppress(asyncio.CancelledError):
-                await driving
-    return client.model, run
+            with _interrupting(driving):
+                try:
+                    await driving
+                except asyncio.CancelledError:  # perhaps before it took its first step, and could note it itself
+                    run.was_interrupted = True
+    return client, run
 
 
 @contextlib.contextmanager
 def _interrupting(task: "asyncio.Task[Run]") -> Any:
     """Ctrl-C ends the run; what is known is told."""
     loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        loop.add_signal_handler(signal.SIGINT, task.cancel)
-        loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    except (NotImplementedError, RuntimeError):  # not on the main thread, or not on this system
+        for number in before:
+            loop.add_signal_handler(number, task.cancel)
+    except (NotImplementedError, RuntimeError, ValueError):  # not on the main thread, or not on this system
         yield
         return
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
-        loop.remove_signal_handler(signal.SIGTERM)
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler or signal.SIG_DFL)  # removing alone forgets who listened before
 
 
-async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> "list[Ask]":
-    from weft.load.prompts import Atoms, make_asks
+async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> "tuple[list[Ask], int]":
+    """What is sent, and how many requests are left out as they are too long for the model."""
+    from weft.load.prompts import Atoms, counted, make_asks
     from weft.load.workload import cut
 
-    count = _counter(arguments, client)
-    wishes = await _wishes(arguments, count)
+    count, seed = _counter(arguments, client), arguments.seed + 1_000_003 * words
+    wishes, left_out = _wishes(arguments), 0
+    atoms = await Atoms.find(count)
+    if arguments.sharegpt is not None:
+        wishes = await counted(wishes, atoms, seed, count)
     longest = await _context(client)
     if longest is not None:
         wishes, left_out = cut(wishes, longest)
@@ -223,7 +249,6 @@ async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> 
             print(f"{left_out} requests are longer than the model's {longest} tokens and are left out", file=sys.stderr)
     if not wishes:
         raise OptionError("no requests are left to send: choose shorter lengths, or another trace")
-    atoms = await Atoms.find(count)
     if arguments.trace is not None:  # a few of its prompts may be shorter than what a server puts around one
         wishes = [wish._replace(prompt_tokens=max(wish.prompt_tokens, atoms.least)) for wish in wishes]
     last = max(wish.at for wish in wishes)
@@ -232,10 +257,11 @@ async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> 
             f"--warmup {arguments.warmup:g} and --cooldown {arguments.cooldown:g} leave nothing of a run whose last "
             f"request is due after {last:.1f} s: make them shorter, or the run longer"
         )
-    return await make_asks(wishes, atoms, arguments.seed + 1_000_003 * words, count)
+    return await make_asks(wishes, atoms, seed, count), left_out
 
 
-async def _wishes(arguments: argparse.Namespace, count: "Count") -> "list[Wish]":
+def _wishes(arguments: argparse.Namespace) -> "list[Wish]":
+    """What is to be sent and when. Given texts have no lengths yet."""
     import numpy as np
 
     from weft.load import workload
@@ -251,7 +277,7 @@ async def _wishes(arguments: argparse.Namespace, count: "Count") -> "list[Wish]"
         number = math.ceil(1.2 * arguments.duration * max(arguments.request_rate, arguments.ramp_to or 0)) + 10
     conversations = []
     if arguments.sharegpt is not None:
-        conversations = await workload.of_sharegpt(arguments.sharegpt, arguments.num_prompts, count, random)
+        conversations = workload.of_sharegpt(arguments.sharegpt, arguments.num_prompts, random)
         number = len(conversations)
     times = workload.arrival_times(
         number,
@@ -287,23 +313,21 @@ async def _context(client: "Client") -> int | None:
     return None
 
 
-def _figures(run: "Run", arguments: argparse.Namespace, url: str, model: str, goals: "Goals | None") -> dict[str, Any]:
+def _figures(
+    run: "Run", arguments: argparse.Namespace, url: str, client: "Client", goals: "Goals | None"
+) -> dict[str, Any]:
     from weft.load.figures import DEFINITIONS, Window, figures
 
-    rate = arguments.request_rate
     about = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         "backend": "openai" if arguments.endpoint == "completions" else "openai-chat",
         "base_url": url,
-        "model_id": model,
+        "model_id": client.model,
         "client": f"weft {__version__}",
-        "request_rate": rate if rate < math.inf else "inf",
-        "burstiness": arguments.burstiness,
-        "pattern": arguments.pattern,
+        **_timing(arguments),
         "max_concurrency": arguments.max_concurrency,
         "seed": arguments.seed,
-        "trace": None if arguments.trace is None else arguments.trace.name,
-        "rate_scale": arguments.rate_scale,
+        "ignore_eos": client.asks_to_ignore_eos,
     }
     try:
         window = Window.of(run.replies, arguments.warmup, arguments.cooldown)
@@ -314,6 +338,29 @@ def _figures(run: "Run", arguments: argparse.Namespace, url: str, model: str, go
     return {**about, **counted, **figures(run, window, goals), "definitions": DEFINITIONS}
 
 
+def _timing(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What said when requests were to be sent: a trace has its own times, and all else has no scale."""
+    if arguments.trace is not None:
+        own = dict.fromkeys(("request_rate", "burstiness", "pattern"))
+        return {**own, "trace": arguments.trace.name, "rate_scale": arguments.rate_scale}
+    rate = arguments.request_rate
+    return {
+        "request_rate": rate if rate < math.inf else "inf",
+        "burstiness": arguments.burstiness,
+        "pattern": arguments.pattern,
+        "trace": None,
+        "rate_scale": None,
+    }
+
+
+def show_caveats(found: dict[str, Any], beside: str = "") -> None:
+    """What a reader must know; `beside` says of which run."""
+    from weft.load.figures import caveats
+
+    for caveat in caveats(found):
+        print(f"note: {beside}{caveat}")
+
+
 def _show(found: dict[str, Any]) -> None:
     print(f"{found['base_url']}, {found['model_id']}" + (" (interrupted)" if found["was_interrupted"] else ""))
     print(
@@ -322,6 +369,9 @@ def _show(found: dict[str, Any]) -> None:
     )
     for error, count in list(found["errors"].items())[:5]:
         print(f"  {count} x {error}")
+    show_caveats(found)
+    if found["trace"] is not None and found["achieved_request_rate"] is not None:
+        print(f"{found['trace']} x {found['rate_scale']:g}: sent at {found['achieved_request_rate']:.2f} requests/s")
     print(
         f"{found['request_throughput']:.2f} requests/s, {found['output_throughput']:.1f} output tokens/s, "
         f"{found['total_token_throughput']:.1f} tokens/s in all"

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weft.cli.load import add_load_arguments, measured
+from weft.cli.load import add_load_arguments, api_key, interrupted, measured, show_caveats
 from weft.errors import OptionError
 
 COLUMNS = ("request_throughput", "output_throughput", "goodput_share", "p50_ttft_ms", "p99_ttft_ms", "p99_gap_ms")
@@ -49,10 +49,18 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
+    low, high = _range(arguments)
+    try:
+        _sweep(arguments, low, high)
+    except KeyboardInterrupt:
+        return interrupted(f"the same command goes on with what is in {arguments.out}")
+    return 0
+
+
+def _sweep(arguments: argparse.Namespace, low: float, high: float) -> None:
     from weft.load.sweep import Lines, highest
     from weft.load.variants import Variant, parse_variants, running
 
-    low, high = _range(arguments)
     lines = Lines(arguments.out)
     settings = {name: str(value) for name, value in sorted(vars(arguments).items()) if name not in BESIDE}
 
@@ -60,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         def now() -> dict[str, Any]:
             print(f"{variant.name} at {rate:g} requests/s", file=sys.stderr, flush=True)
             arguments.request_rate = rate
-            with running(variant) as url:
+            with running(variant, api_key(arguments)) as url:
                 found = measured(arguments, url, words=int(1000 * rate) % 9973)
             del found["requests"]
             return found
@@ -70,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         if found["was_interrupted"]:
             raise KeyboardInterrupt
         _print(variant.name, rate, found)
+        show_caveats(found, f"{variant.name} at {rate:g}: ")
         return found
 
     print(f"{'variant':<16}{'rate':>8}" + "".join(f"{name:>20}" for name in COLUMNS))
@@ -82,7 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
             print(
                 f"{variant.name}: the goals are kept by {arguments.hold:.0%} of the requests up to {told}", flush=True
             )
-    return 0
 
 
 def _range(arguments: argparse.Namespace) -> tuple[float, float]:

@@ -6,7 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weft.cli.load import add_load_arguments, check_folders, measured, write_html, write_json
+from weft.cli.load import (
+    add_load_arguments,
+    api_key,
+    check_folders,
+    interrupted,
+    measured,
+    show_caveats,
+    write_html,
+    write_json,
+)
 from weft.errors import EngineError, OptionError
 
 AB_EPILOG = """\
@@ -62,16 +71,19 @@ def run_ab(arguments: argparse.Namespace) -> int:
     if arguments.repeats < 1:
         raise OptionError(f"--repeats {arguments.repeats} must be at least 1")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
-    order = turns(list(variants), arguments.repeats)
+    order, was_interrupted = turns(list(variants), arguments.repeats), False
     for number, name in enumerate(order, start=1):
         print(f"run {number} of {len(order)}: {name}", file=sys.stderr, flush=True)
         try:
-            with running(variants[name]) as url:
+            with running(variants[name], api_key(arguments)) as url:
                 found = measured(arguments, url, words=(number - 1) // len(variants))
+            was_interrupted = found["was_interrupted"]
+        except KeyboardInterrupt:
+            was_interrupted = True
         except EngineError as error:  # what is known by then is told
             print(f"weft: {error}", file=sys.stderr)
             break
-        if found["was_interrupted"]:
+        if was_interrupted:
             break
         runs[name].append(found)
     _show(runs)
@@ -91,7 +103,10 @@ def run_ab(arguments: argparse.Namespace) -> int:
         from weft.bench.charts import variants_chart
 
         variants_chart(arguments.chart, runs)
-    return 0 if sum(map(len, runs.values())) == len(order) else 1
+    done = sum(map(len, runs.values()))
+    if was_interrupted:
+        return interrupted(f"after {done} of {len(order)} runs")
+    return 0 if done == len(order) else 1
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -123,6 +138,8 @@ def _show(runs: dict[str, list[dict[str, Any]]]) -> None:
     told = comparison(runs)
     width = max(12, *(len(name) + 2 for name in runs))
     lost = {name: sum(run["failed"] for run in found) for name, found in runs.items()}
+    for name, found in runs.items():
+        show_caveats(found[-1], f"{name}: ")
     print(f"{'':<20}" + "".join(f"{name:>{width}}" for name in runs))
     print(f"{'failed':<20}" + "".join(f"{lost[name]:>{width}}" for name in runs))
     for figure in COMPARED:

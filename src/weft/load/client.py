@@ -20,6 +20,7 @@ EXTRAS: tuple[dict[str, Any], ...] = (
     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "ignore_eos": True},
     {"stream_options": {"include_usage": True}, "ignore_eos": True},
     {"stream_options": {"include_usage": True}},
+    {"ignore_eos": True},
     {},
 )
 COUNTED_AT_ONCE = 16  # texts whose tokens are counted at the same time
@@ -42,6 +43,7 @@ class Reply:
     server: dict[str, Any] | None = None  # what weft tells of its own times
     has_finished: bool = False  # a reason was given why there is no more
     free: float = 0.0  # when it might be sent at the earliest, where only so many may be under way
+    is_without_usage: bool = False  # the server did not count the output tokens: every chunk is taken for one
 
     @property
     def is_complete(self) -> bool:
@@ -80,6 +82,11 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
+
+    @property
+    def asks_to_ignore_eos(self) -> bool:
+        """Whether answers are asked to go on beyond the model's end of text; a server may refuse that."""
+        return "ignore_eos" in self._extras
 
     async def meet(self) -> None:
         """Finds out which models there are and what the server understands; an error says what is wrong."""
@@ -212,7 +219,8 @@ async def _read(response: aiohttp.ClientResponse, reply: Reply, start: float, cl
         reply.error = f"the stream was cut after {len(reply.times)} chunks"
     if not reply.error and not reply.times:
         reply.error = "the answer has no content"
-    reply.output_tokens = reply.output_tokens or len(reply.times)
+    if not reply.output_tokens:
+        reply.output_tokens, reply.is_without_usage = len(reply.times), True
 
 
 def _take(event: bytes, reply: Reply, now: float) -> bool:

@@ -20,6 +20,7 @@ class Run:
     planned: int = 0
     seconds: float = 0.0  # until the last answer, or until it was interrupted
     was_interrupted: bool = False
+    left_out: int = 0  # requests longer than the model's context, and so not among the planned
 
     @property
     def in_flight(self) -> int:

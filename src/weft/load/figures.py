@@ -131,6 +131,8 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
         "completed": len(done),
         "failed": len(inside) - len(done),
         "unfinished": run.in_flight if run.was_interrupted else 0,
+        "left_out_too_long": run.left_out,
+        "completed_without_usage": sum(reply.is_without_usage for reply in done),
         "errors": errors,
         "was_interrupted": run.was_interrupted,
         "total_input_tokens": read,
@@ -138,6 +140,7 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
         "request_throughput": len(ended) / seconds,
         "output_throughput": rates[1] / seconds,
         "total_token_throughput": sum(rates) / seconds,
+        "achieved_request_rate": _sent_rate(inside),
         "max_concurrent_requests": _most_at_once(run.replies),
     }
     if goals is not None:
@@ -156,6 +159,21 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
     for name, values in pooled.items():
         found |= _spread(name, values * 1e3)
     return {**found, **_server_side(done)}
+
+
+def caveats(found: dict[str, Any]) -> list[str]:
+    """What of a run was otherwise than asked for, in words. Files of older versions do not tell."""
+    told = []
+    if left_out := found.get("left_out_too_long"):
+        told.append(f"{left_out} requests were left out, as they are longer than the model's context")
+    if found.get("ignore_eos") is False:
+        told.append("the server refused ignore_eos: answers may be shorter than asked for")
+    if uncounted := found.get("completed_without_usage"):
+        told.append(
+            f"the server told no usage for {uncounted} of {found.get('completed')} requests: each of their chunks is "
+            "counted as one token"
+        )
+    return told
 
 
 def _server_side(done: list[Reply]) -> dict[str, Any]:
@@ -201,6 +219,13 @@ def _seconds(run: Run, window: Window, inside: list[Reply]) -> float:
     """From when the window begins until the last of its answers; rates are counted over this."""
     ends = [reply.end for reply in inside if not math.isnan(reply.end)]
     return max(max(ends, default=run.seconds) - window.begin, 1e-9)
+
+
+def _sent_rate(replies: list[Reply]) -> float | None:
+    """Requests a second from the first that was sent to the last; None where there is no time between them."""
+    times = [reply.sent for reply in replies if not math.isnan(reply.sent)]
+    span = max(times, default=0.0) - min(times, default=0.0)
+    return (len(times) - 1) / span if span > 0 else None
 
 
 def _most_at_once(replies: list[Reply]) -> int:

@@ -19,7 +19,7 @@ Array = NDArray[np.float64]
 class Seen:
     """One run. Times are seconds; a gap is the time between two chunks of a stream."""
 
-    before: Array  # gaps that ended before the first long prompt was due
+    before: Array  # gaps from when all streams had begun until the first long prompt was due
     during: Array  # from then until the last of them had its first token
     after: Array
     times: Array  # when the gaps of `during` ended, since the first long prompt was due
@@ -67,8 +67,9 @@ async def interfere(
         await asyncio.gather(*tasks, return_exceptions=True)
     gaps = np.concatenate([np.empty(0), *(np.diff(reply.times) for reply in decoding)])
     ends = np.concatenate([np.empty(0), *(reply.times[1:] for reply in decoding)])
-    before, after = ends < began, ends - gaps >= ended
-    during = ~before & ~after  # a gap that spans the end of the reading belongs to it as well
+    decode = ends - gaps >= max(reply.times[0] for reply in decoding)  # before, other streams' prompts are read
+    before, after = decode & (ends < began), ends - gaps >= ended
+    during = (ends >= began) & ~after  # a gap that spans the end of the reading belongs to it as well
     first = [reply.times[0] - reply.due for reply in answers]
     return Seen(gaps[before], gaps[during], gaps[after], ends[during] - began, ended - began, first)
 

@@ -3,6 +3,7 @@
 They are made of atoms: words that add one token each, whichever of them came before.
 """
 
+import asyncio
 import string
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ LEAST_ATOMS = 16  # with fewer, prompts would hardly differ
 MIXTURES = 8  # texts that show whether atoms stay atoms in any order
 MIXTURE_WORDS = 256
 MOST_CHECKED = 16  # prompts of a run whose lengths are checked
+HEAD_WORDS = 4  # before a given text: there are millions of ways to choose them
 COMMON = """
 the of and to in is it you that he was for on are with as his they be at one have this from had by hot but some what
 there we can out other were all your when up use word how said an each she which do their time if will way about many
@@ -74,10 +76,18 @@ class Atoms:
         """So many words, always the same ones for an identity: a shorter block is the beginning of a longer one."""
         return "".join(Random(f"block {identity}").choices(self.words, k=tokens))
 
+    def head(self, purpose: str, seed: int) -> str:
+        """A line for all given texts of a run to begin with: a prefix cache that has them behind another line has not
+        got these. What the texts have in common stays common.
+        """
+        return "".join(Random(f"{purpose} {seed}").choices(self.words, k=HEAD_WORDS)) + "\n"
+
     def prompt(self, wish: Wish, number: int, seed: int) -> str:
-        """The text of a wish: its own, or its shared blocks and then words that no other `number` begins with."""
+        """The text of a wish: a given one behind the run's head, or its shared blocks and then words that no other
+        `number` begins with.
+        """
         if wish.text:
-            return wish.text
+            return self.head("sent", seed) + wish.text
         self._check(wish.prompt_tokens)
         parts, filled = [], self.overhead  # the overhead takes its place from the first block
         for place, identity in enumerate(wish.prefix_ids, start=1):
@@ -130,9 +140,28 @@ async def _in_any_order(atoms: Atoms, count: Count) -> Atoms:
     return atoms
 
 
+async def counted(wishes: Sequence[Wish], atoms: Atoms, seed: int, count: Count) -> list[Wish]:
+    """Wishes of given texts with their lengths: a prompt's with all that is around it, an answer's of its text alone.
+
+    They are counted behind another head than they are sent with: a server that counts by answering keeps them in its
+    cache.
+    """
+    head = atoms.head("counted", seed)
+    texts = [text for wish in wishes for text in (wish.text, wish.answer)]
+    # What a text of one token has beyond it is around all of them: the head, and what the server puts there.
+    single, *tokens = await count([head + text for text in (atoms.words[0], *texts)])
+    return [
+        wish._replace(prompt_tokens=prompt, output_tokens=max(1, answer - (single - 1)))
+        for wish, prompt, answer in zip(wishes, tokens[0::2], tokens[1::2], strict=True)
+    ]
+
+
 async def make_asks(wishes: Sequence[Wish], atoms: Atoms, seed: int, check: Count) -> list[Ask]:
-    """All wishes with their prompts. `check` counts a sample of these lengths, from the shortest to the longest."""
-    by_length = sorted(range(len(wishes)), key=lambda number: wishes[number].prompt_tokens)
+    """All wishes with their prompts. `check` counts a sample of the lengths of those that are made up, from the
+    shortest to the longest.
+    """
+    made_up = [number for number, wish in enumerate(wishes) if not wish.text]
+    by_length = sorted(made_up, key=lambda number: wishes[number].prompt_tokens)
     size = min(len(by_length), MOST_CHECKED)
     sample = [by_length[step * (len(by_length) - 1) // max(size - 1, 1)] for step in range(size)]
     if sample:
@@ -143,10 +172,11 @@ async def make_asks(wishes: Sequence[Wish], atoms: Atoms, seed: int, check: Coun
                     f"a prompt that should have {wishes[number].prompt_tokens} tokens has {found} by the server's "
                     "count; name the served model's own tokenizer with --tokenizer"
                 )
-    return [
-        Ask(wish.at, atoms.prompt(wish, number, seed), wish.prompt_tokens, wish.output_tokens)
-        for number, wish in enumerate(wishes)
-    ]
+    asks = []
+    for number, wish in enumerate(wishes):
+        asks.append(Ask(wish.at, atoms.prompt(wish, number, seed), wish.prompt_tokens, wish.output_tokens))
+        await asyncio.sleep(0)  # long prompts take their time, and Ctrl-C is heeded in between
+    return asks
 
 
 def _stand_in(wish: Wish, atoms: Atoms, number: int, seed: int) -> str:

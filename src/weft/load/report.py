@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from weft.load.client import Reply
-from weft.load.figures import Array, gaps, ttft
+from weft.load.figures import Array, caveats, gaps, ttft
 
 MOST_POINTS = 20_000  # of one chart; browsers become slow with more
 SLOWEST = 40  # requests whose time to the first token is taken apart
@@ -315,6 +315,7 @@ def _notes(run: _Run) -> list[str]:
         notes.append(f"{run.label}: no request completed, so there are no times to show.")
     if run.found.get("was_interrupted"):
         notes.append(f"{run.label}: the run was interrupted; its figures are of what was done by then.")
+    notes += [f"{run.label}: {caveat}." for caveat in caveats(run.found)]
     if requests is None:
         notes.append(
             f"{run.label}: charts of single requests are left out, since the requests were not saved. Use weft bench "
@@ -354,6 +355,7 @@ def _column(run: _Run, with_goals: bool) -> dict[tuple[str, str], str]:
         ("measured", "prompts"): _number(run, "num_prompts", 0),
         ("totals", "completed"): _number(run, "completed", 0),
         ("totals", "failed"): _number(run, "failed", 0),
+        ("totals", "left out, too long"): _number(run, "left_out_too_long", 0),
         ("totals", "requests/s"): _number(run, "request_throughput"),
         ("totals", "output tokens/s"): _number(run, "output_throughput"),
     }
@@ -390,6 +392,8 @@ def _rate(run: _Run) -> str:
     rate, at_once = run.figure("request_rate"), run.found.get("max_concurrency")
     if run.found.get("trace") is not None:
         told = f"trace {run.found['trace']} x {_said(run.found.get('rate_scale'))}"
+        if (achieved := run.figure("achieved_request_rate")) is not None:
+            told += f", {achieved:,.2f} requests/s"
     elif rate is not None:
         told = f"{_short(rate)} requests/s, {_said(run.found.get('pattern'))}"
     else:

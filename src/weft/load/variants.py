@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -46,8 +47,8 @@ def parse_variants(texts: Sequence[str]) -> list[Variant]:
 
 
 @contextlib.contextmanager
-def running(variant: Variant, patience: float = PATIENCE) -> Iterator[str]:
-    """The URL of a variant that answers. One that was started for it ends with it."""
+def running(variant: Variant, key: str | None = None, patience: float = PATIENCE) -> Iterator[str]:
+    """The URL of a variant that answers, asked with the API key. One that was started for it ends with it."""
     if variant.is_running:
         yield variant.target
         return
@@ -67,7 +68,7 @@ def running(variant: Variant, patience: float = PATIENCE) -> Iterator[str]:
     try:
         url = f"http://127.0.0.1:{port}"
         with _terminable():
-            _wait_for(url, process, patience, variant, said)
+            _wait_for(url, key, process, patience, variant, said)
             yield url
     finally:
         _end(process)
@@ -101,17 +102,30 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _wait_for(url: str, process: subprocess.Popen[str], patience: float, variant: Variant, said: deque[str]) -> None:
+def _wait_for(
+    url: str, key: str | None, process: subprocess.Popen[str], patience: float, variant: Variant, said: deque[str]
+) -> None:
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         if process.poll() is not None:
             time.sleep(0.2)  # its last words may still be on their way
             raise EngineError(f"{variant.name} ended while it started; its last words:\n{''.join(said)}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(url + "/v1/models", timeout=5) as response:
-            if response.status == 200:
-                return
+        if _answers(url, key):
+            return
         time.sleep(0.2)
     raise EngineError(f"{variant.name} does not answer at {url} after {patience:g} s; it said:\n{''.join(said)}")
+
+
+def _answers(url: str, key: str | None) -> bool:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the client knows of no proxies either
+    try:
+        with direct.open(urllib.request.Request(url + "/v1/models", headers=headers), timeout=5) as response:
+            return bool(response.status == 200)
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403)  # it is up, and the client will say what is wrong with the key
+    except OSError:
+        return False
 
 
 def _free_port() -> int:

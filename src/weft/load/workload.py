@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -28,6 +28,7 @@ class Wish(NamedTuple):
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()  # equal ids at equal places mean equal blocks of MOONCAKE_BLOCK tokens
     text: str = ""  # a given prompt; "" means that one is made up
+    answer: str = ""  # to a given prompt: the one that is wished for is as long
 
 
 def arrival_times(
@@ -206,15 +207,10 @@ def of_trace(path: Path, *, rate_scale: float, duration: float | None, count: in
     ]
 
 
-async def of_sharegpt(
-    path: Path,
-    count: int | None,
-    count_tokens: Callable[[list[str]], Awaitable[list[int]]],
-    random: np.random.Generator,
-) -> list[Wish]:
-    """First questions of conversations, `count` at most, in random order; the answers' lengths are wished for.
+def of_sharegpt(path: Path, count: int | None, random: np.random.Generator) -> list[Wish]:
+    """First questions of conversations with their answers, `count` at most, in random order.
 
-    `count_tokens` counts as the server counts a prompt. It is called once. All come at 0: the caller sets the times.
+    All come at 0 and have no lengths yet: the caller sets the times, and `prompts.counted` the lengths.
     """
     try:
         conversations = json.loads(_read(path))
@@ -230,11 +226,7 @@ async def of_sharegpt(
     if not pairs:
         raise OptionError(f"{path} has no conversation that begins with a question by human and an answer by gpt")
     chosen = [pairs[index] for index in random.permutation(len(pairs))[:count]]
-    tokens = await count_tokens([text for pair in chosen for text in pair])
-    return [
-        Wish(0.0, prompt, output, text=question)
-        for (question, _), prompt, output in zip(chosen, tokens[0::2], tokens[1::2], strict=True)
-    ]
+    return [Wish(0.0, 0, 0, text=question, answer=answer) for question, answer in chosen]
 
 
 def _first_turns(place: str, conversation: object) -> tuple[str, str] | None:
