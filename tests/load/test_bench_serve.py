@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +44,18 @@ def test_the_command_of_vllms_users_works_as_written(server: RunningServer, tmp_
     whole = first["server"]["queue_ms"] + first["server"]["prefill_ms"]
     assert first["server"]["ttft_ms"] >= whole - 1
     assert 0 <= found["p50_outside_ms"] < found["p50_ttft_ms"]
+
+
+def test_nothing_of_a_run_is_in_the_cache_of_a_server_that_had_the_same_one(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 700, "output_length": 1, "hash_ids": [1, 2]}))
+    for load in (["--num-prompts", "3", "--input-len", "100", "--output-len", "2"], ["--trace", str(trace)]):
+        for run in range(2):
+            file = tmp_path / f"{run}.json"
+            assert bench("--url", server.url, *load, "--json", str(file)).returncode == 0
+            assert json.loads(file.read_text())["total_cached_tokens"] == 0
 
 
 def test_a_trace_is_sent_with_its_lengths_and_shared_prefixes(server: RunningServer, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,13 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE", help="Azure's CSV or Mooncake's JSON lines: times, lengths and prefixes")
     add("--sharegpt", type=Path, metavar="FILE.json", help="conversations: the first turn is asked")
     add("--rate-scale", type=float, default=1.0, metavar="X", help="a trace X times as fast (default: 1)")
-    add("--seed", type=int, default=0, metavar="N", help="of times, lengths and words (default: 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of times and lengths (default: 0); words differ from run to run",
+    )
     add("--tokenizer", type=Path, metavar="DIR", help="count tokens with this one instead of asking the server")
     add("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
     when = parser.add_argument_group("when it is sent")
@@ -106,7 +113,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     check_folders(arguments)
     try:
-        found = measured(arguments, arguments.url)
+        found = measured(arguments, arguments.url, new_words())
     except KeyboardInterrupt:  # later on, what is known is told
         return interrupted("before the first request was sent: there are no figures")
     _show(found)
@@ -133,10 +140,15 @@ def check_folders(arguments: argparse.Namespace) -> None:
             raise OptionError(f"--{name} {file}: there is no folder {file.parent}")
 
 
-def measured(arguments: argparse.Namespace, url: str, words: int = 0) -> dict[str, Any]:
+def new_words() -> int:
+    """A number for words that a server was not asked with before: what is in its prefix cache costs it nothing."""
+    return time.time_ns() // 1_000_000
+
+
+def measured(arguments: argparse.Namespace, url: str, words: int) -> dict[str, Any]:
     """One run against a server: all figures, and every request. Interrupted before it begins, it raises that.
 
-    Other `words` say the same otherwise, so that a server that is asked again has nothing of it in its prefix cache.
+    Other `words` say the same otherwise.
     """
     from weft.load.figures import Goals
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weft.cli.load import add_load_arguments, api_key, interrupted, measured, show_caveats
+from weft.cli.load import add_load_arguments, api_key, interrupted, measured, new_words, show_caveats
 from weft.errors import OptionError
 
 COLUMNS = ("request_throughput", "output_throughput", "goodput_share", "p50_ttft_ms", "p99_ttft_ms", "p99_gap_ms")
@@ -69,7 +69,7 @@ def _sweep(arguments: argparse.Namespace, low: float, high: float) -> None:
             print(f"{variant.name} at {rate:g} requests/s", file=sys.stderr, flush=True)
             arguments.request_rate = rate
             with running(variant, api_key(arguments)) as url:
-                found = measured(arguments, url, words=int(1000 * rate) % 9973)
+                found = measured(arguments, url, new_words())
             del found["requests"]
             return found
 

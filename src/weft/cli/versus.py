@@ -12,6 +12,7 @@ from weft.cli.load import (
     check_folders,
     interrupted,
     measured,
+    new_words,
     show_caveats,
     write_html,
     write_json,
@@ -71,12 +72,12 @@ def run_ab(arguments: argparse.Namespace) -> int:
     if arguments.repeats < 1:
         raise OptionError(f"--repeats {arguments.repeats} must be at least 1")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
-    order, was_interrupted = turns(list(variants), arguments.repeats), False
+    order, was_interrupted, words = turns(list(variants), arguments.repeats), False, new_words()
     for number, name in enumerate(order, start=1):
         print(f"run {number} of {len(order)}: {name}", file=sys.stderr, flush=True)
         try:
             with running(variants[name], api_key(arguments)) as url:
-                found = measured(arguments, url, words=(number - 1) // len(variants))
+                found = measured(arguments, url, words + (number - 1) // len(variants))
             was_interrupted = found["was_interrupted"]
         except KeyboardInterrupt:
             was_interrupted = True

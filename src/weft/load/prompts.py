@@ -72,9 +72,9 @@ class Atoms:
         self._check(tokens)
         return "".join(random.choices(self.words, k=tokens - self.overhead))
 
-    def block(self, identity: int, tokens: int) -> str:
-        """So many words, always the same ones for an identity: a shorter block is the beginning of a longer one."""
-        return "".join(Random(f"block {identity}").choices(self.words, k=tokens))
+    def block(self, identity: int, tokens: int, seed: int = 0) -> str:
+        """So many words, the same ones for an identity in all of a run: a shorter block begins a longer one."""
+        return "".join(Random(f"block {seed} {identity}").choices(self.words, k=tokens))
 
     def head(self, purpose: str, seed: int) -> str:
         """A line for all given texts of a run to begin with: a prefix cache that has them behind another line has not
@@ -93,7 +93,7 @@ class Atoms:
         for place, identity in enumerate(wish.prefix_ids, start=1):
             end = min(place * MOONCAKE_BLOCK, wish.prompt_tokens)
             if end > filled:
-                parts.append(self.block(identity, end - filled))
+                parts.append(self.block(identity, end - filled, seed))
                 filled = end
         return "".join([*parts, self._own(wish.prompt_tokens - filled, number, seed)])
 

@@ -231,10 +231,10 @@ class _Process(uvicorn.Server):
 
 def _promised(facts: Facts) -> str:
     gap, ttft, per_1k = facts.effective_gap(None), facts.effective_ttft(None, 0), facts.ttft_target_per_1k
-    parts = [] if gap is None else [f"{gap * 1000:.3g} ms between tokens"]
+    parts = [] if gap is None else [f"{gap * 1000:,.4g} ms between tokens"]
     if ttft is not None:
         more = f" + {per_1k * 1000:.3g} ms per 1,000 prompt tokens" if per_1k else ""
-        parts.append(f"{ttft * 1000:.4g} ms{more} to the first")
+        parts.append(f"{ttft * 1000:,.6g} ms{more} to the first")
     return ", ".join(parts)
 
 
