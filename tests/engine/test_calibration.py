@@ -13,6 +13,7 @@ from tests.engine.tiny import tiny_directory
 from weft import LLM, EngineError, SamplingParams
 from weft.core import Coefficients, StepPlan, StepShape
 from weft.engine.calibration import (
+    FORMAT,
     Calibration,
     calibrate,
     calibration_file,
@@ -251,7 +252,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 def _saved(**changes: Any) -> str:
     coefficients = {name: getattr(SLOW, name) for name in SLOW.__slots__}
-    whole = {"format": 2, **{name: getattr(SAMPLE, name) for name in SAMPLE.__dataclass_fields__}}
+    whole = {"format": FORMAT, **{name: getattr(SAMPLE, name) for name in SAMPLE.__dataclass_fields__}}
     return json.dumps(whole | {"coefficients": coefficients} | changes)
 
 
