@@ -76,6 +76,7 @@ class ScriptedServer:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         clock = asyncio.get_running_loop().time
         due, chat = clock(), "messages" in body
+        read = 5 if self.count is None else self._counted(body)["count"]
         continuous = (body.get("stream_options") or {}).get("continuous_usage_stats")
         for index, delay in enumerate(script.delays):
             due = max(due + delay, self.stalled_until)
@@ -87,13 +88,13 @@ class ScriptedServer:
                 break
             choice: dict[str, Any] = {"index": 0, "delta": script.delta(index)} if chat else {"index": 0, "text": "a"}
             choice["finish_reason"] = "length" if index == len(script.delays) - 1 else None
-            usage = {"prompt_tokens": 5, "completion_tokens": (index + 1) * script.tokens}
+            usage = {"prompt_tokens": read, "completion_tokens": (index + 1) * script.tokens}
             told = {"usage": usage} if continuous and script.tells_usage else {}
             _event(writer, {"choices": [choice], **told, **script.beside})
             await writer.drain()
         else:
             if script.tells_usage and body.get("stream_options"):
-                usage = {"prompt_tokens": 5, "completion_tokens": len(script.delays) * script.tokens}
+                usage = {"prompt_tokens": read, "completion_tokens": len(script.delays) * script.tokens}
                 _event(writer, {"choices": [], "usage": usage})
         if script.says_done:
             _frame(writer, b"data: [DONE]\n\n")

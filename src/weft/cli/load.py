@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from weft.load.workload import Wish
 
 SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
+# What is taken where nothing is given; the parser's own defaults would not tell one from the other.
+DEFAULTS = {"input_len": "256", "output_len": "128", "rate_scale": 1.0, "pattern": "poisson", "burstiness": 1.0}
+NUMBER = 100  # requests, where neither a number nor a duration is given
+PREPARED = 1000  # requests of a closed loop that lasts for a duration: they come again with other words
 SLOW_CLIENT_MS = 50.0  # lag at the 99th percentile from which the figures say more about the client
 
 EPILOG = """\
@@ -74,12 +78,12 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
     load = parser.add_argument_group("what is sent")
     add = load.add_argument
-    add("--num-prompts", type=int, metavar="N", help="default: 100, all of a trace, or what --duration holds")
-    add("--input-len", default="256", metavar="LENGTHS", help="tokens of a prompt (default: 256)")
-    add("--output-len", default="128", metavar="LENGTHS", help="tokens of an answer (default: 128)")
+    add("--num-prompts", type=int, metavar="N", help="default: what --duration holds, all of a trace, or 100")
+    add("--input-len", metavar="LENGTHS", help="tokens of a prompt (default: 256)")
+    add("--output-len", metavar="LENGTHS", help="tokens of an answer (default: 128)")
     add("--trace", type=Path, metavar="FILE", help="Azure's CSV or Mooncake's JSON lines: times, lengths and prefixes")
     add("--sharegpt", type=Path, metavar="FILE.json", help="conversations: the first turn is asked")
-    add("--rate-scale", type=float, default=1.0, metavar="X", help="a trace X times as fast (default: 1)")
+    add("--rate-scale", type=float, metavar="X", help="a trace X times as fast (default: 1)")
     add(
         "--seed",
         type=int,
@@ -92,9 +96,9 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     when = parser.add_argument_group("when it is sent")
     add = when.add_argument
     add("--request-rate", type=float, default=math.inf, metavar="R", help="requests a second (default: all at once)")
-    add("--pattern", choices=("poisson", "constant", "ramp"), default="poisson", help="default: poisson")
-    add("--burstiness", type=float, default=1.0, metavar="B", help="below 1: in bursts, above: evenly (default: 1)")
-    add("--ramp-to", type=float, metavar="R", help="with --pattern ramp: the rate at the end")
+    add("--pattern", choices=("poisson", "constant", "ramp"), help="default: poisson")
+    add("--burstiness", type=float, metavar="B", help="below 1: in bursts, above: evenly (default: 1)")
+    add("--ramp-to", type=float, metavar="R", help="with --pattern ramp: the rate at the end of the run or --duration")
     add("--max-concurrency", type=int, metavar="N", help="most requests under way; without a rate, so many users")
     add("--duration", type=float, default=math.inf, metavar="S", help="send for so many seconds, then wait for answers")
     add("--timeout", type=float, default=600.0, metavar="S", help="for one answer (default: 600)")
@@ -112,6 +116,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_folders(arguments)
+    arguments = settled(arguments)
     try:
         found = measured(arguments, arguments.url, new_words())
     except KeyboardInterrupt:  # later on, what is known is told
@@ -138,6 +143,8 @@ def check_folders(arguments: argparse.Namespace) -> None:
         file = getattr(arguments, name, None)
         if file is not None and not file.parent.is_dir():
             raise OptionError(f"--{name} {file}: there is no folder {file.parent}")
+        if file is not None and file.is_dir():
+            raise OptionError(f"--{name} {file} is a folder: name a file")
 
 
 def new_words() -> int:
@@ -148,11 +155,10 @@ def new_words() -> int:
 def measured(arguments: argparse.Namespace, url: str, words: int) -> dict[str, Any]:
     """One run against a server: all figures, and every request. Interrupted before it begins, it raises that.
 
-    Other `words` say the same otherwise.
+    The arguments are settled. Other `words` say the same otherwise.
     """
     from weft.load.figures import Goals
 
-    _check(arguments)
     goals = Goals.parse(arguments.goodput) if arguments.goodput else None
     client, run = _run(_measure(arguments, url, words))
     return {**_figures(run, arguments, url, client, goals), "requests": _detailed(run)}
@@ -171,6 +177,47 @@ def api_key(arguments: argparse.Namespace) -> str | None:
     return arguments.api_key or os.environ.get("OPENAI_API_KEY")
 
 
+def settled(arguments: argparse.Namespace, has_rate: bool = False) -> argparse.Namespace:
+    """The arguments with their defaults, after all checks that need no server.
+
+    `has_rate` says that a command sets the rate of each run itself.
+    """
+    _check_effects(arguments, has_rate or arguments.request_rate < math.inf)
+    given = {name: value for name, value in vars(arguments).items() if value is not None or name not in DEFAULTS}
+    found = argparse.Namespace(**{**DEFAULTS, **given})
+    _check(found)
+    return found
+
+
+def _check_effects(arguments: argparse.Namespace, has_rate: bool) -> None:
+    """What would change nothing is refused: whoever gives it believes that it does."""
+    given = {name for name, value in vars(arguments).items() if value not in (None, math.inf)}
+    if arguments.trace is not None and arguments.sharegpt is not None:
+        raise OptionError(f"--trace {arguments.trace} and --sharegpt {arguments.sharegpt}: give one of them")
+    if arguments.trace is not None:
+        times = "a trace has its own times; leave it out, or scale them with --rate-scale"
+        _refuse(arguments, given, ("request_rate", "pattern", "burstiness", "ramp_to"), times)
+        _refuse(arguments, given, ("input_len", "output_len"), "a trace has its own lengths; leave it out")
+        return
+    _refuse(arguments, given, ("rate_scale",), "there is no --trace to scale; leave it out, or set --request-rate")
+    if arguments.sharegpt is not None:
+        _refuse(arguments, given, ("input_len", "output_len"), "conversations have their own lengths; leave it out")
+    if not has_rate:
+        told = "without --request-rate there are no intervals; give one, or leave it out"
+        _refuse(arguments, given, ("pattern", "burstiness", "ramp_to"), told)
+
+
+def _refuse(arguments: argparse.Namespace, given: set[str], names: "Sequence[str]", told: str) -> None:
+    for name in names:
+        if name in given:
+            raise OptionError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: {told}")
+
+
+def is_closed(arguments: argparse.Namespace) -> bool:
+    """Whether there is a number of users, each of whom asks again when answered."""
+    return bool(arguments.max_concurrency) and arguments.trace is None and arguments.request_rate == math.inf
+
+
 def _check(arguments: argparse.Namespace) -> None:
     for name in ("num_prompts", "max_concurrency"):
         value = getattr(arguments, name)
@@ -184,13 +231,9 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("warmup", "cooldown", "temperature", "seed"):
         if not getattr(arguments, name) >= 0:
             raise OptionError(f"--{name} {getattr(arguments, name)} must be at least 0")
-    if arguments.trace is not None and arguments.sharegpt is not None:
-        raise OptionError(f"--trace {arguments.trace} and --sharegpt {arguments.sharegpt}: give one of them")
-    own = {"request_rate": math.inf, "pattern": "poisson", "burstiness": 1.0, "ramp_to": None}
-    for name, default in own.items() if arguments.trace is not None else ():
-        if getattr(arguments, name) != default:
-            option = f"--{name.replace('_', '-')} {getattr(arguments, name)}"
-            raise OptionError(f"{option}: a trace has its own times; leave it out, or scale them with --rate-scale")
+    for name in ("warmup", "cooldown", "temperature"):
+        if getattr(arguments, name) == math.inf:
+            raise OptionError(f"--{name} inf must be a number")
 
 
 async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tuple[Client, Run]":
@@ -204,7 +247,6 @@ async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tupl
     async with Client(url, arguments.model, timeout=arguments.timeout, **options) as client:
         await client.meet()
         asks, run.left_out = await _asks(arguments, client, words)
-        open_loop = arguments.trace is not None or arguments.request_rate < math.inf or not arguments.max_concurrency
         show = arguments.progress and sys.stderr.isatty()
         async with live_view(run, show):
             driving = asyncio.create_task(
@@ -212,7 +254,7 @@ async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tupl
                     client,
                     asks,
                     concurrency=arguments.max_concurrency,
-                    open_loop=open_loop,
+                    open_loop=not is_closed(arguments),
                     duration=arguments.duration,
                     run=run,
                 )
@@ -244,9 +286,9 @@ def _interrupting(task: "asyncio.Task[Run]") -> Any:
             signal.signal(number, handler or signal.SIG_DFL)  # removing alone forgets who listened before
 
 
-async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> "tuple[list[Ask], int]":
+async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> "tuple[Sequence[Ask], int]":
     """What is sent, and how many requests are left out as they are too long for the model."""
-    from weft.load.prompts import Atoms, counted, make_asks
+    from weft.load.prompts import Atoms, Endless, counted, make_asks
     from weft.load.workload import cut
 
     count, seed = _counter(arguments, client), arguments.seed + 1_000_003 * words
@@ -263,13 +305,25 @@ async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> 
         raise OptionError("no requests are left to send: choose shorter lengths, or another trace")
     if arguments.trace is not None:  # a few of its prompts may be shorter than what a server puts around one
         wishes = [wish._replace(prompt_tokens=max(wish.prompt_tokens, atoms.least)) for wish in wishes]
-    last = max(wish.at for wish in wishes)
+    _check_window(arguments, max(wish.at for wish in wishes))
+    asks = await make_asks(wishes, atoms, seed, count)
+    return Endless(asks, wishes, atoms, seed) if _fills_its_time(arguments) else asks, left_out
+
+
+def _check_window(arguments: argparse.Namespace, last: float) -> None:
+    """Before anything is sent. In a closed loop nobody knows when the last request will be due, but for its bound."""
+    if is_closed(arguments):
+        last = arguments.duration
     if arguments.warmup + arguments.cooldown and arguments.warmup + arguments.cooldown >= last:
         raise OptionError(
             f"--warmup {arguments.warmup:g} and --cooldown {arguments.cooldown:g} leave nothing of a run whose last "
             f"request is due after {last:.1f} s: make them shorter, or the run longer"
         )
-    return await make_asks(wishes, atoms, seed, count), left_out
+
+
+def _fills_its_time(arguments: argparse.Namespace) -> bool:
+    """Whether only time ends a closed loop: how many requests that takes, nobody knows before."""
+    return is_closed(arguments) and arguments.num_prompts is None and arguments.duration < math.inf
 
 
 def _wishes(arguments: argparse.Namespace) -> "list[Wish]":
@@ -284,26 +338,36 @@ def _wishes(arguments: argparse.Namespace) -> "list[Wish]":
             arguments.trace, rate_scale=arguments.rate_scale, duration=None, count=arguments.num_prompts
         )
         return [wish for wish in wishes if wish.at <= arguments.duration]
-    number = arguments.num_prompts or 100
-    if arguments.num_prompts is None and arguments.duration < math.inf and arguments.request_rate < math.inf:
-        number = math.ceil(1.2 * arguments.duration * max(arguments.request_rate, arguments.ramp_to or 0)) + 10
+    number = arguments.num_prompts
+    is_timed = arguments.duration < math.inf and arguments.request_rate < math.inf
+    if number is None and not is_timed:
+        number = PREPARED if _fills_its_time(arguments) else NUMBER
     conversations = []
     if arguments.sharegpt is not None:
-        conversations = workload.of_sharegpt(arguments.sharegpt, arguments.num_prompts, random)
-        number = len(conversations)
+        conversations = workload.of_sharegpt(arguments.sharegpt, number, random)
+        if arguments.num_prompts is not None and len(conversations) < arguments.num_prompts:
+            _note_few(arguments.sharegpt, len(conversations), arguments.num_prompts)
+        number = len(conversations) if not is_timed else None
     times = workload.arrival_times(
         number,
         arguments.request_rate,
         pattern=arguments.pattern,
         burstiness=arguments.burstiness,
         ramp_to=arguments.ramp_to,
+        duration=arguments.duration if is_timed else math.inf,
         random=random,
     )
     if conversations:
-        return [wish._replace(at=float(at)) for wish, at in zip(conversations, times, strict=True)]
+        if arguments.num_prompts is None and is_timed and len(conversations) < len(times):
+            _note_few(arguments.sharegpt, len(conversations), len(times))
+        return [wish._replace(at=float(at)) for wish, at in zip(conversations, times, strict=False)]
     prompt = workload.parse_lengths(arguments.input_len, "--input-len")
     output = workload.parse_lengths(arguments.output_len, "--output-len")
-    return workload.drawn(number, times, prompt, output, random)
+    return workload.drawn(len(times), times, prompt, output, random)
+
+
+def _note_few(file: Path, known: int, wanted: int) -> None:
+    print(f"note: {file} has {known} conversations: so many are sent, not {wanted}", file=sys.stderr)
 
 
 def _counter(arguments: argparse.Namespace, client: "Client") -> "Count":
@@ -382,8 +446,9 @@ def _show(found: dict[str, Any]) -> None:
     for error, count in list(found["errors"].items())[:5]:
         print(f"  {count} x {error}")
     show_caveats(found)
-    if found["trace"] is not None and found["achieved_request_rate"] is not None:
-        print(f"{found['trace']} x {found['rate_scale']:g}: sent at {found['achieved_request_rate']:.2f} requests/s")
+    if found["achieved_request_rate"] is not None:
+        whose = "" if found["trace"] is None else f"{found['trace']} x {found['rate_scale']:g}: "
+        print(f"{whose}sent at {found['achieved_request_rate']:.2f} requests/s")
     print(
         f"{found['request_throughput']:.2f} requests/s, {found['output_throughput']:.1f} output tokens/s, "
         f"{found['total_token_throughput']:.1f} tokens/s in all"
@@ -403,6 +468,8 @@ def _show(found: dict[str, Any]) -> None:
             f"\nthe server's own account of the time to the first token (medians): {shown} (network, parsing); "
             f"{found['total_cached_tokens']} of {found['total_input_tokens']} prompt tokens came from its cache"
         )
+    elif "total_cached_tokens" in found:
+        print(f"\n{found['total_cached_tokens']} of {found['total_input_tokens']} prompt tokens came from its cache")
     lag = found["p99_lag_ms"]
     if lag is not None and lag > SLOW_CLIENT_MS:
         print(
@@ -415,6 +482,7 @@ def _detailed(run: "Run") -> list[dict[str, Any]]:
         {
             "number": reply.number,
             "due": reply.due,
+            "free": reply.free,
             "sent": _number(reply.sent),
             "end": _number(reply.end),
             "times": reply.times,

@@ -13,6 +13,7 @@ from weft.cli.load import (
     interrupted,
     measured,
     new_words,
+    settled,
     show_caveats,
     write_html,
     write_json,
@@ -31,9 +32,9 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     ab = kinds.add_parser(
         "ab",
         help="compare servers or policies, side by side",
-        description="Measures variants in turn on the same machine with the same requests, several times, and tells by "
-        "how much they differ, with 95% confidence intervals. A variant is a server that runs, or a command that "
-        "starts one, which is ended after each run.",
+        description="Measures variants in turn on the same machine with requests of the same times and lengths, "
+        "several times, and tells by how much they differ, with 95% confidence intervals. A variant is a server that "
+        "runs, or a command that starts one, which is ended after each run.",
         epilog=AB_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -66,6 +67,7 @@ def run_ab(arguments: argparse.Namespace) -> int:
     from weft.load.versus import turns
 
     check_folders(arguments)
+    arguments = settled(arguments)
     variants = {variant.name: variant for variant in parse_variants(arguments.variant)}
     if len(variants) < 2:
         raise OptionError("--variant is needed twice or more: there is nothing to compare with")
@@ -77,7 +79,8 @@ def run_ab(arguments: argparse.Namespace) -> int:
         print(f"run {number} of {len(order)}: {name}", file=sys.stderr, flush=True)
         try:
             with running(variants[name], api_key(arguments)) as url:
-                found = measured(arguments, url, words + (number - 1) // len(variants))
+                # Other words for each: two variants may be one server, or share a cache.
+                found = measured(arguments, url, words + number)
             was_interrupted = found["was_interrupted"]
         except KeyboardInterrupt:
             was_interrupted = True
@@ -122,8 +125,20 @@ def run_compare(arguments: argparse.Namespace) -> int:
         if not isinstance(found, dict) or "completed" not in found:
             raise OptionError(f"{file} is not what weft bench serve --json writes")
         runs[str(file)] = [found]
+    _note_differences({name: found for name, (found,) in runs.items()})
     _show(runs)
     return 0
+
+
+def _note_differences(runs: dict[str, dict[str, Any]]) -> None:
+    """Files that were not measured alike compare what was asked for rather than who was asked."""
+    for key in ("request_rate", "model_id", "trace"):
+        told = {name: run[key] for name, run in runs.items() if key in run}
+        if len({json.dumps(value) for value in told.values()}) > 1:
+            print(f"note: {key} differs: {', '.join(f'{name} {value}' for name, value in told.items())}")
+    for name, run in runs.items():
+        if run.get("was_interrupted"):
+            print(f"note: {name} was interrupted")
 
 
 def _show(runs: dict[str, list[dict[str, Any]]]) -> None:
@@ -138,7 +153,7 @@ def _show(runs: dict[str, list[dict[str, Any]]]) -> None:
     middle = {name: medians(found) for name, found in runs.items()}
     told = comparison(runs)
     width = max(12, *(len(name) + 2 for name in runs))
-    lost = {name: sum(run["failed"] for run in found) for name, found in runs.items()}
+    lost = {name: _failed(found) for name, found in runs.items()}
     for name, found in runs.items():
         show_caveats(found[-1], f"{name}: ")
     print(f"{'':<20}" + "".join(f"{name:>{width}}" for name in runs))
@@ -149,6 +164,12 @@ def _show(runs: dict[str, list[dict[str, Any]]]) -> None:
             continue
         cells = "".join(f"{'-' if value is None else f'{value:.2f}':>{width}}" for value in values)
         print(f"{figure:<20}{cells}   {', '.join(_told(name, told[name][figure], COMPARED[figure]) for name in told)}")
+
+
+def _failed(runs: list[dict[str, Any]]) -> str:
+    """Other tools' files may not tell."""
+    counts = [run["failed"] for run in runs if isinstance(run.get("failed"), int)]
+    return str(sum(counts)) if len(counts) == len(runs) else "-"
 
 
 def _told(name: str, ratio: Any, more_is_better: bool) -> str:

@@ -23,6 +23,8 @@ EXTRAS: tuple[dict[str, Any], ...] = (
     {"ignore_eos": True},
     {},
 )
+# What a body that is no JSON raises. ValueError: bytes that are no UTF-8; RecursionError: brackets without end.
+NO_JSON = (msgspec.DecodeError, ValueError, RecursionError)
 COUNTED_AT_ONCE = 16  # texts whose tokens are counted at the same time
 
 
@@ -43,6 +45,9 @@ class Reply:
     server: dict[str, Any] | None = None  # what weft tells of its own times
     has_finished: bool = False  # a reason was given why there is no more
     free: float = 0.0  # when it might be sent at the earliest, where only so many may be under way
+    begun: float = math.nan  # when the first choice came, with content or without
+    asked_input: int = 0  # tokens; 0: nothing is known of it
+    asked_output: int = 0
     is_without_usage: bool = False  # the server did not count the output tokens: every chunk is taken for one
 
     @property
@@ -113,9 +118,10 @@ class Client:
         """
         assert self._session is not None
         reply = Reply(number, due, ask.prompt_tokens) if reply is None else reply
-        body = msgspec.json.encode(self._body(ask))
-        reply.sent = self.clock() - start
+        reply.asked_input, reply.asked_output = ask.prompt_tokens, ask.output_tokens
         try:
+            body = msgspec.json.encode(self._body(ask))
+            reply.sent = self.clock() - start
             async with self._session.post(self.base + PATHS[self.endpoint], data=body) as response:
                 reply.status = response.status
                 if response.status != 200:
@@ -124,8 +130,8 @@ class Client:
                     await _read(response, reply, start, self.clock)
         except TimeoutError:
             reply.error = f"no answer within {self._timeout.total:g} s"
-        except aiohttp.ClientError as error:
-            reply.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        except Exception as error:  # whatever it is: a request that was sent must not be missing in the figures
+            reply.error = _named(error)
         if math.isnan(reply.end):
             reply.end = self.clock() - start
         return reply
@@ -150,7 +156,7 @@ class Client:
         try:
             async with self._session.get(self.base + path) as response:
                 return msgspec.json.decode(await response.read()) if response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+        except (aiohttp.ClientError, TimeoutError, *NO_JSON):
             return None
 
     async def _models(self) -> list[str]:
@@ -164,7 +170,7 @@ class Client:
                 return [str(model["id"]) for model in msgspec.json.decode(await response.read())["data"]]
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(f"no server answers at {self.base}: {error or type(error).__name__}") from None
-        except (msgspec.DecodeError, KeyError, TypeError):
+        except (*NO_JSON, KeyError, TypeError):
             raise EngineError(f"{self.base}/v1/models does not look like a list of models: is the URL right?") from None
 
     async def _tokenized(self, text: str) -> int | None:
@@ -176,7 +182,7 @@ class Client:
             try:
                 found = msgspec.json.decode(await response.read())
                 count = found["count"] if "count" in found else len(found["tokens"])
-            except (msgspec.DecodeError, KeyError, TypeError):
+            except (*NO_JSON, KeyError, TypeError):
                 return None
             return count if isinstance(count, int) and count > 0 else None  # llama.cpp's wants another field
 
@@ -188,7 +194,7 @@ class Client:
                 raise EngineError(f"counting tokens: {_refusal(response.status, await response.read())}")
             try:
                 return int(msgspec.json.decode(await response.read())["usage"]["prompt_tokens"])
-            except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+            except (*NO_JSON, KeyError, TypeError):
                 raise EngineError(
                     f"{self.base} tells no usage, by which tokens are counted: pass --tokenizer"
                 ) from None
@@ -217,6 +223,8 @@ async def _read(response: aiohttp.ClientResponse, reply: Reply, start: float, cl
     ended |= reply.has_finished
     if not reply.error and not ended:
         reply.error = f"the stream was cut after {len(reply.times)} chunks"
+    if not reply.error and not reply.times and reply.has_finished and reply.output_tokens:
+        reply.times.append(reply.begun)  # all of its tokens have no text: an end of text, or a part of a character
     if not reply.error and not reply.times:
         reply.error = "the answer has no content"
     if not reply.output_tokens:
@@ -240,6 +248,7 @@ def _take(event: bytes, reply: Reply, now: float) -> bool:
         choices = chunk.get("choices") or ()
         reply.output_tokens = _whole(usage.get("completion_tokens")) or reply.output_tokens
         if choices:
+            reply.begun = now if math.isnan(reply.begun) else reply.begun
             reply.has_finished |= bool(choices[0].get("finish_reason"))
             if _has_content(choices[0]):
                 reply.times.append(now)
@@ -250,7 +259,7 @@ def _take(event: bytes, reply: Reply, now: float) -> bool:
         metrics = chunk.get("metrics")
         if isinstance(metrics, dict) and isinstance(metrics.get("ttft_ms"), int | float):
             reply.server = metrics
-    except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (*NO_JSON, AttributeError, KeyError, TypeError) as error:
         reply.error = f"an event that is none: {error}"
         return True
     return False
@@ -268,11 +277,17 @@ def _has_content(choice: dict[str, Any]) -> bool:
     return delta is not None and any(delta.get(name) for name in CONTENT)
 
 
+def _named(error: Exception) -> str:
+    """In one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def _refusal(status: int, body: bytes) -> str:
     try:
         error = msgspec.json.decode(body)
         error = error.get("error", error)
         text = error.get("message", error) if isinstance(error, dict) else error
-    except (msgspec.DecodeError, AttributeError):
+    except (*NO_JSON, AttributeError):
         text = body[:200].decode(errors="replace")
     return f"{status}: {text}"

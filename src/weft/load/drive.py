@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,14 +18,33 @@ class Run:
 
     replies: list[Reply] = field(default_factory=list)  # in the order of their ends
     sent: int = 0
-    planned: int = 0
+    planned: int | None = None  # None: as many as the time allows
     seconds: float = 0.0  # until the last answer, or until it was interrupted
     was_interrupted: bool = False
     left_out: int = 0  # requests longer than the model's context, and so not among the planned
+    unanswered: dict[int, float] = field(default_factory=dict)  # when those that have no answer yet were due, by number
 
     @property
     def in_flight(self) -> int:
         return self.sent - len(self.replies)
+
+
+class _Places:
+    """So many may be under way. Whoever leaves notes when: the next one may take long to wake up, and that is lag."""
+
+    def __init__(self, count: int, now: Callable[[], float]) -> None:
+        self._gate = asyncio.Semaphore(count)
+        self._now = now
+        self._free_since = deque([-math.inf] * count)
+
+    async def take(self) -> float:
+        """Since when the place was free; first that which is free the longest."""
+        await self._gate.acquire()
+        return self._free_since.popleft()
+
+    def leave(self) -> None:
+        self._free_since.append(self._now())
+        self._gate.release()
 
 
 async def drive(
@@ -41,30 +61,30 @@ async def drive(
 
     In an open loop a request is due at its time, however slow the server is: a stalled server shows in all who come
     meanwhile. `concurrency` bounds those under way; who waits for that is late from when it was due. In a closed loop
-    a request is due when one of `concurrency` users has had the answer before.
+    a request is due when one of `concurrency` users has had the answer before, or at the start.
 
     Cancelled, it leaves what is known in `run`.
     """
     run = Run() if run is None else run
-    run.planned = len(asks)
+    run.planned = len(asks) if open_loop or duration == math.inf else None
     clock = client.clock
     start = clock()
     tasks: set[asyncio.Task[None]] = set()
-    gate = asyncio.Semaphore(concurrency) if concurrency is not None else None
+    places = _Places(min(concurrency, len(asks)), lambda: clock() - start) if concurrency is not None else None
+    begun = 0  # how many have had their turn: they are sent, or wait for a place
 
     async def one(ask: Ask, number: int, due: float) -> None:
+        free = max(due, await places.take()) if places is not None and open_loop else due
         try:
-            if gate is not None and open_loop:
-                await gate.acquire()
             run.sent += 1
-            free = clock() - start
             reply = await client.send(ask, number, start, due)
-            reply.free = free if gate is not None else due
+            reply.free = free
             run.replies.append(reply)
+            del run.unanswered[number]
             progress()
         finally:
-            if gate is not None:
-                gate.release()
+            if places is not None:
+                places.leave()
 
     try:
         for number, ask in enumerate(asks):
@@ -75,11 +95,12 @@ async def drive(
                     await asyncio.sleep(wait)
                 due = ask.at
             else:
-                assert gate is not None, "a closed loop needs a number of users"
-                await gate.acquire()
-                due = clock() - start
+                assert places is not None, "a closed loop needs a number of users"
+                due = max(0.0, await places.take())
                 if due > duration:
                     break
+            run.unanswered[number] = due
+            begun = number + 1
             task = asyncio.create_task(one(ask, number, due))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -87,6 +108,9 @@ async def drive(
             await asyncio.gather(*tasks)
     except asyncio.CancelledError:
         run.was_interrupted = True
+        if open_loop:  # a client that is late may not have come to all that were due
+            now = min(clock() - start, duration)
+            run.unanswered |= {number: ask.at for number, ask in enumerate(asks) if number >= begun and ask.at <= now}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

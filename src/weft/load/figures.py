@@ -18,6 +18,7 @@ from weft.load.client import Reply
 from weft.load.drive import Run
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
+OTHER = 0.01  # share by which lengths may differ from those asked for before it is told
 KEPT = 0.99  # share of a request's gaps that must be within a goal for gaps
 DEFINITIONS = {
     "ttft": "from when a request was to be sent to its first content (reasoning and tool calls included)",
@@ -60,11 +61,15 @@ class Goals(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a run that counts, by when requests were due. Seconds."""
+    """The part of a run that counts, in seconds: from its begin to just before its end.
+
+    Latencies and shares are of the requests that were due in it, rates of those that ended in it.
+    """
 
     begin: float
     end: float
     is_part: bool = False  # whether something is left out
+    has_cooldown: bool = True  # whether what is due at the end or later is left out
 
     @classmethod
     def of(cls, replies: Sequence[Reply], warmup: float, cooldown: float) -> "Window":
@@ -74,10 +79,10 @@ class Window:
                 f"--warmup {warmup:g} and --cooldown {cooldown:g} leave nothing of a run whose last request was due "
                 f"after {last:.1f} s: make them shorter, or the run longer"
             )
-        return cls(warmup, last - cooldown, warmup + cooldown > 0)
+        return cls(warmup, last - cooldown, warmup + cooldown > 0, cooldown > 0)
 
-    def holds(self, reply: Reply) -> bool:
-        return self.begin <= reply.due <= self.end
+    def holds(self, due: float) -> bool:
+        return self.begin <= due and (due < self.end or not self.has_cooldown)
 
 
 def gaps(reply: Reply) -> Array:
@@ -115,14 +120,14 @@ def is_good(reply: Reply, goals: Goals) -> bool:
 
 def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, Any]:
     """All of a run that is a number, ready for JSON; NaN is None there."""
-    inside = [reply for reply in run.replies if window.holds(reply)]
+    inside = [reply for reply in run.replies if window.holds(reply.due)]
     done = [reply for reply in inside if reply.is_complete]
     seconds = _seconds(run, window, inside)
     read, written = sum(reply.prompt_tokens for reply in done), sum(reply.output_tokens for reply in done)
     ended = done
     if window.is_part:  # what came to its end within the window, whenever it began: the queue before is the queue after
         seconds = window.end - window.begin
-        ended = [reply for reply in run.replies if reply.is_complete and window.begin <= reply.end <= window.end]
+        ended = [reply for reply in run.replies if reply.is_complete and window.begin <= reply.end < window.end]
     rates = [sum(getattr(reply, name) for reply in ended) for name in ("prompt_tokens", "output_tokens")]
     errors = _grouped(reply.error for reply in inside if reply.error)
     found: dict[str, Any] = {
@@ -130,13 +135,14 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
         "num_prompts": len(inside),
         "completed": len(done),
         "failed": len(inside) - len(done),
-        "unfinished": run.in_flight if run.was_interrupted else 0,
+        "unfinished": len(run.unanswered),
         "left_out_too_long": run.left_out,
         "completed_without_usage": sum(reply.is_without_usage for reply in done),
         "errors": errors,
         "was_interrupted": run.was_interrupted,
         "total_input_tokens": read,
         "total_output_tokens": written,
+        **_asked(done),
         "request_throughput": len(ended) / seconds,
         "output_throughput": rates[1] / seconds,
         "total_token_throughput": sum(rates) / seconds,
@@ -144,9 +150,10 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
         "max_concurrent_requests": _most_at_once(run.replies),
     }
     if goals is not None:
+        unanswered = sum(map(window.holds, run.unanswered.values()))
         good = sum(is_good(reply, goals) for reply in inside)
-        found["request_goodput"] = good / seconds
-        found["goodput_share"] = good / max(1, len(inside))
+        found["request_goodput"] = sum(is_good(reply, goals) for reply in ended) / seconds
+        found["goodput_share"] = good / max(1, len(inside) + unanswered)
         found["goodput_goals_ms"] = {name: value for name, value in goals._asdict().items() if value < math.inf}
     pooled = {
         "ttft": np.array([ttft(reply) for reply in done]),
@@ -158,7 +165,7 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
     }
     for name, values in pooled.items():
         found |= _spread(name, values * 1e3)
-    return {**found, **_server_side(done)}
+    return {**found, **_cached(done), **_server_side(done)}
 
 
 def caveats(found: dict[str, Any]) -> list[str]:
@@ -173,7 +180,44 @@ def caveats(found: dict[str, Any]) -> list[str]:
             f"the server told no usage for {uncounted} of {found.get('completed')} requests: each of their chunks is "
             "counted as one token"
         )
+    told += filter(None, (_other(found, "output", "answers"), _other(found, "input", "prompts")))
+    if found.get("was_interrupted") and (unfinished := found.get("unfinished")):
+        told.append(
+            f"{unfinished} requests had no answer yet when the run was interrupted: percentiles leave out who still "
+            "waited, and so may be too low"
+        )
     return told
+
+
+def _other(found: dict[str, Any], side: str, what: str) -> str:
+    """Says that lengths are not those that were asked for, where that is so."""
+    asked, got = found.get(f"requested_{side}_tokens") or 0, found.get(f"total_{side}_tokens") or 0
+    differing = found.get(f"completed_with_other_{side}")
+    if not differing or abs(got - asked) <= OTHER * asked:
+        return ""
+    return (
+        f"{what} have {got} tokens in all, not the {asked} that were asked for: those of {differing} of "
+        f"{found.get('completed')} requests differ"
+    )
+
+
+def _asked(done: list[Reply]) -> dict[str, int]:
+    """Tokens that were asked for, and how many requests got others. A chunk that is taken for a token says nothing."""
+    known = [reply for reply in done if reply.asked_output and not reply.is_without_usage]
+    return {
+        "requested_input_tokens": sum(reply.asked_input for reply in done),
+        "requested_output_tokens": sum(reply.asked_output for reply in done),
+        "completed_with_other_input": sum(reply.prompt_tokens != reply.asked_input for reply in known),
+        "completed_with_other_output": sum(reply.output_tokens != reply.asked_output for reply in known),
+    }
+
+
+def _cached(done: list[Reply]) -> dict[str, int]:
+    """Prompt tokens that came from the server's cache, where it tells; a weft tells it of all requests or of none."""
+    told = [reply.cached_tokens for reply in done if reply.cached_tokens is not None]
+    if not told and not any(reply.server for reply in done):
+        return {}
+    return {"total_cached_tokens": sum(told)}
 
 
 def _server_side(done: list[Reply]) -> dict[str, Any]:
@@ -191,15 +235,22 @@ def _server_side(done: list[Reply]) -> dict[str, Any]:
         found |= _spread(f"server_{name}", np.array(values, np.float64))
     outside = [(reply.times[0] - reply.sent) * 1e3 - reply.server["ttft_ms"] for reply in told if reply.server]
     found |= _spread("outside", np.array(outside))
-    found["total_cached_tokens"] = sum(reply.cached_tokens or 0 for reply in told)
     return found
 
 
 def _grouped(errors: Iterable[str]) -> dict[str, int]:
-    """How often each was met; those that differ in numbers alone count as one, under the first of them."""
+    """How often each was met; those that differ in numbers alone count as one, under the first of them.
+
+    The status of HTTP in front is no such number: a 429 is another thing than a 503.
+    """
     first: dict[str, str] = {}
-    counts = Counter(first.setdefault(re.sub(r"\d+(\.\d+)?", "0", error), error) for error in errors)
+    counts = Counter(first.setdefault(_without_numbers(error), error) for error in errors)
     return dict(counts.most_common())
+
+
+def _without_numbers(error: str) -> str:
+    place = 3 if re.match(r"\d{3}: ", error) else 0
+    return error[:place] + re.sub(r"\d+(\.\d+)?", "0", error[place:])
 
 
 def _spread(name: str, values: Array) -> dict[str, float | None]:

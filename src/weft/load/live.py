@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weft.load.drive import Run
-from weft.load.figures import gaps, ttft
+from weft.load.figures import gaps, lag, ttft
 
 EVERY = 0.25  # seconds
 RECENT = 200  # replies that the percentiles are of
@@ -45,7 +45,8 @@ def view(run: Run, seconds: float) -> Table:
     done = [reply for reply in run.replies if reply.is_complete]
     written = sum(reply.output_tokens for reply in done)
     failed = len(run.replies) - len(done)
-    table.add_row("requests", f"{run.sent} of {run.planned} sent, {run.in_flight} under way, {len(done)} done")
+    of = "" if run.planned is None else f" of {run.planned}"
+    table.add_row("requests", f"{run.sent}{of} sent, {run.in_flight} under way, {len(done)} done")
     table.add_row("failed", f"[red]{failed}: {escape(_last_error(run))}[/red]" if failed else "0")
     seconds = max(seconds, 1e-9)
     table.add_row("rates", f"{len(done) / seconds:.1f} requests/s, {written / seconds:.0f} tokens/s")
@@ -53,7 +54,7 @@ def view(run: Run, seconds: float) -> Table:
     if recent:
         table.add_row("ttft", _percentiles(np.array([ttft(reply) for reply in recent])))
         table.add_row("gap", _percentiles(np.concatenate([np.empty(0), *map(gaps, recent)])))
-        table.add_row("client lag", _percentiles(np.array([reply.sent - reply.due for reply in recent])))
+        table.add_row("client lag", _percentiles(np.array([lag(reply) for reply in recent])))
     return table
 
 

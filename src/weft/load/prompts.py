@@ -6,9 +6,10 @@ They are made of atoms: words that add one token each, whichever of them came be
 import asyncio
 import string
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import overload
 
 from weft.errors import EngineError, OptionError
 from weft.load.ask import Ask
@@ -23,6 +24,7 @@ Count = Callable[[list[str]], Awaitable[list[int]]]
 LEAST_ATOMS = 16  # with fewer, prompts would hardly differ
 MIXTURES = 8  # texts that show whether atoms stay atoms in any order
 MIXTURE_WORDS = 256
+MOST_ASKS = 1_000_000  # of a run that is bounded by its duration alone; nobody gets there
 MOST_CHECKED = 16  # prompts of a run whose lengths are checked
 HEAD_WORDS = 4  # before a given text: there are millions of ways to choose them
 COMMON = """
@@ -96,6 +98,17 @@ class Atoms:
                 parts.append(self.block(identity, end - filled, seed))
                 filled = end
         return "".join([*parts, self._own(wish.prompt_tokens - filled, number, seed)])
+
+    def again(self, prompt: str, wish: Wish, number: int, turn: int, seed: int) -> str:
+        """The prompt of a wish, which has the `number`, as long and behind other words: a prefix cache has not got it.
+
+        Only these are new, as this is done while the run is under way.
+        """
+        if wish.text:
+            return self.head(f"sent {turn}", seed) + wish.text
+        tokens = min(HEAD_WORDS, wish.prompt_tokens - self.overhead)
+        words = Random(f"again {seed} {number} {turn}").choices(self.words, k=tokens)
+        return "".join(words) + prompt.removeprefix(self._own(tokens, number, seed))
 
     def _own(self, tokens: int, number: int, seed: int) -> str:
         # The first two words count the prompts, so that a prefix cache finds no equal ones by accident.
@@ -177,6 +190,32 @@ async def make_asks(wishes: Sequence[Wish], atoms: Atoms, seed: int, check: Coun
         asks.append(Ask(wish.at, atoms.prompt(wish, number, seed), wish.prompt_tokens, wish.output_tokens))
         await asyncio.sleep(0)  # long prompts take their time, and Ctrl-C is heeded in between
     return asks
+
+
+class Endless(Sequence[Ask]):
+    """Asks that begin anew with other words where they end, for a run that is to fill its time."""
+
+    def __init__(self, asks: Sequence[Ask], wishes: Sequence[Wish], atoms: Atoms, seed: int) -> None:
+        assert not any(wish.prefix_ids for wish in wishes), "what is shared would not be any more"
+        self.asks, self.wishes, self.atoms, self.seed = asks, wishes, atoms, seed
+
+    def __len__(self) -> int:
+        return MOST_ASKS
+
+    @overload
+    def __getitem__(self, index: int) -> Ask: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Ask]: ...
+    def __getitem__(self, index: int | slice) -> Ask | list[Ask]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        turn, number = divmod(index, len(self.asks))
+        ask = self.asks[number]
+        if not turn:
+            return ask
+        return replace(ask, prompt=self.atoms.again(ask.prompt, self.wishes[number], number, turn, self.seed))
 
 
 def _stand_in(wish: Wish, atoms: Atoms, number: int, seed: int) -> str:

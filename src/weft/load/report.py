@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from weft.load.client import Reply
-from weft.load.figures import Array, caveats, gaps, ttft
+from weft.load.figures import Array, caveats, gaps, lag, ttft
 
 MOST_POINTS = 20_000  # of one chart; browsers become slow with more
 SLOWEST = 40  # requests whose time to the first token is taken apart
@@ -32,6 +32,7 @@ SHAPES = {
 }
 DASHES = ("none", "7 4", "2 3")  # for runs that share a colour, and for lines through several runs
 PARTS = {  # of a TTFT, in the order in which they pass, but for the last, which is before and after the server's
+    "place": "waiting for --max-concurrency",
     "lag": "client's lag before sending",
     "queue": "server: queue",
     "prefill": "server: prefill",
@@ -42,8 +43,8 @@ ROUND_NUMBERS = np.array([digit * 10.0**power for power in range(-4, 9) for digi
 # The runs' colours are those of Okabe and Ito, the parts' those of Tol: both are told apart by the colour-blind.
 LIGHT = (
     "--ink:#1c2026;--soft:#5d6673;--rule:#e3e6ea;--page:#ffffff;--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#cc79a7;"
-    "--c4:#e69f00;--c5:#56b4e9;--c6:#6b7280;--lag:#cc6677;--queue:#ddcc77;--prefill:#44aa99;--other:#88ccee;"
-    "--rest:#443399"
+    "--c4:#e69f00;--c5:#56b4e9;--c6:#6b7280;--place:#999933;--lag:#cc6677;--queue:#ddcc77;--prefill:#44aa99;"
+    "--other:#88ccee;--rest:#443399"
 )
 DARK = (
     "--ink:#e6e9ee;--soft:#9aa4b2;--rule:#2d333d;--page:#14171c;--c0:#3f97dc;--c1:#ee7733;--c2:#1fb88c;--c3:#d98cb8;"
@@ -76,6 +77,7 @@ svg text{font-size:11.5px;fill:var(--soft);font-variant-numeric:tabular-nums}svg
 .beyond{stroke:var(--c);stroke-width:1.5;fill:none;stroke-dasharray:1 4}.fill{fill:var(--c)}
 .points{stroke:var(--c);stroke-linecap:round;fill:none;stroke-opacity:.7}
 .goal{stroke:var(--ink);stroke-dasharray:5 4;fill:none}.join{stroke:var(--soft);stroke-width:1.5;fill:none}
+.place{--c:var(--place)}
 .lag{--c:var(--lag)}.queue{--c:var(--queue)}.prefill{--c:var(--prefill)}.other{--c:var(--other)}.rest{--c:var(--rest)}
 .bars .key{border-top-width:10px}
 @media print{body{padding:0;max-width:none;print-color-adjust:exact;-webkit-print-color-adjust:exact}
@@ -110,8 +112,7 @@ class _Run:
     def done(self) -> list[Reply]:
         """Requests that completed; none where they were not saved."""
         rows = [row for row in self.found.get("requests") or () if row["sent"] is not None and row["end"] is not None]
-        replies = [Reply(**{name: row[name] for name in READ}, error=row["error"] or "") for row in rows]
-        return [reply for reply in replies if reply.is_complete]
+        return [reply for reply in map(_reply, rows) if reply.is_complete]
 
     @cached_property
     def milliseconds(self) -> dict[str, Array]:
@@ -132,6 +133,11 @@ class _Run:
     @property
     def css(self) -> str:
         return f"r{self.place}"
+
+
+def _reply(row: dict[str, Any]) -> Reply:
+    """Of a saved request. Files of older versions do not tell when a place was free."""
+    return Reply(**{name: row[name] for name in READ}, error=row["error"] or "", free=row.get("free") or 0.0)
 
 
 @dataclass(frozen=True)
@@ -418,7 +424,8 @@ def _errors(runs: Sequence[_Run]) -> str:
         for error in met
     )
     return (
-        '<h2>Errors</h2><p class="soft">How often each was met; those that differ in numbers alone count as one.</p>'
+        '<h2>Errors</h2><p class="soft">How often each was met; those that differ in numbers alone count as one, '
+        "but for the status of HTTP.</p>"
         f'<div class="wide"><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     )
 
@@ -547,12 +554,13 @@ def _slowest(run: _Run, replies: Sequence[Reply]) -> str:
     plot = _Plot(x, _linear_axis("TTFT, ms", 0.0, max(map(sum, parts))), WIDE)
     marks = [_bar(plot, place, values) for place, values in enumerate(parts)]
     title = f"{run.label}: the {len(slow)} slowest of {len(replies):,} requests by TTFT"
-    lag, rest = (float(np.median([_parts(reply)[place] for reply in replies])) for place in (0, -1))
+    place, late, *_, rest = np.median([_parts(reply) for reply in replies], axis=0).tolist()
+    waited = f"waiting for --max-concurrency (median {place:.2f} ms), of " if any(map(_waited, replies)) else ""
     differences = [ttft(reply) * 1e3 - reply.server["ttft_ms"] for reply in replies if reply.server]
     sentence = (
         f"{run.label}: the client's TTFT is {np.median(differences):.2f} ms longer than the server's (median of "
-        f"{len(replies):,} requests). It consists of the client's lag before sending (median {lag:.2f} ms), and of "
-        "the network both ways, the server's work outside of its own clock, and the client's reading (median "
+        f"{len(replies):,} requests). It consists of {waited}the client's lag before sending (median {late:.2f} ms), "
+        "and of the network both ways, the server's work outside of its own clock, and the client's reading (median "
         f"{rest:.2f} ms)."
     )
     return plot.figure(title, "", marks) + f"<p>{escape(sentence)}</p>"
@@ -560,14 +568,19 @@ def _slowest(run: _Run, replies: Sequence[Reply]) -> str:
 
 def _parts(reply: Reply) -> list[float]:
     """Milliseconds of each of PARTS. Of several choices the server tells the slowest, so a rest may be below 0."""
-    server, lag = reply.server or {}, (reply.sent - reply.due) * 1e3
+    server, place, late = reply.server or {}, _waited(reply) * 1e3, lag(reply) * 1e3
     within, queue, prefill = (float(server.get(f"{name}_ms") or 0.0) for name in ("ttft", "queue", "prefill"))
-    parts = [lag, queue, prefill, within - queue - prefill, ttft(reply) * 1e3 - lag - within]
+    parts = [place, late, queue, prefill, within - queue - prefill, ttft(reply) * 1e3 - place - late - within]
     return [max(0.0, part) for part in parts]
 
 
+def _waited(reply: Reply) -> float:
+    """Seconds for which too many others were under way."""
+    return max(0.0, reply.free - reply.due)
+
+
 def _bar(plot: _Plot, place: int, parts: list[float]) -> str:
-    told = "\n".join(f"{name}: {value:.2f} ms" for name, value in zip(PARTS.values(), parts, strict=True))
+    told = "\n".join(f"{name}: {value:.2f} ms" for name, value in zip(PARTS.values(), parts, strict=True) if value)
     levels = plot.place([place] * (len(parts) + 1), [0.0, *accumulate(parts)])
     half = 0.36 * plot.box[2] / (plot.x.high - plot.x.low)
     bars = "".join(

@@ -2,13 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from weft.errors import EngineError, OptionError
 
 PRECISION = 1.1  # highest rates are found up to this factor
+PACE = 0.95  # share of the rate of requests at which answers must end, for a server to keep up
+EDGE = 0.1  # share of the answers at either end that the pace is not measured by
+BEGINNING = b'{"key": "'  # of every line
 
 
 class Lines:
@@ -17,21 +22,34 @@ class Lines:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.runs: dict[str, dict[str, Any]] = {}
-        try:
-            text = file.read_text() if file.exists() else ""
-        except OSError as error:
-            raise OptionError(f"cannot read {file}: {error.strerror}") from None
-        whole, _, half = text.rpartition("\n")
-        if half:  # a run that was being written when the machine went down
-            file.write_text(whole + "\n" if whole else "")
-        for number, line in enumerate(whole.splitlines(), start=1):
-            try:
-                run = json.loads(line)
+        data = _read(file)
+        *whole, half = data.split(b"\n")
+        self.needs_break = bool(half) and _is_json(half)  # of which an editor has taken it
+        if self.needs_break:
+            whole, half = [*whole, half], b""
+        for number, line in enumerate(whole, start=1):
+            run = self._run(line, number)
+            # What did not work at all may work by now.
+            if run.get("completed") == 0:
+                self.runs.pop(run["key"], None)
+            else:
                 self.runs[run["key"]] = run
-            except (ValueError, KeyError, TypeError):
-                raise OptionError(
-                    f"{file}, line {number} is not a run of weft bench sweep: name another file"
-                ) from None
+        # A run that was being written when the machine went down. Nothing is changed before there is one to write.
+        self.cut_at = len(data) - len(half) if half else None
+        if half and half[: len(BEGINNING)] != BEGINNING[: len(half)]:
+            raise self._foreign(len(whole) + 1)
+
+    def _run(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            run = json.loads(line)
+        except ValueError:  # also where it is not text
+            raise self._foreign(number) from None
+        if not isinstance(run, dict) or not re.fullmatch("[0-9a-f]{16}", str(run.get("key"))):
+            raise self._foreign(number)
+        return run
+
+    def _foreign(self, number: int) -> OptionError:
+        return OptionError(f"{self.file}, line {number} is not a run of weft bench sweep: name another file")
 
     def get(self, about: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The run that `about` describes: from the file, or measured now."""
@@ -41,12 +59,61 @@ class Lines:
             if run.get("was_interrupted"):
                 return run
             try:
-                with self.file.open("a") as file:
-                    file.write(json.dumps(run) + "\n")
+                self._append(json.dumps(run) + "\n")
             except OSError as error:
                 raise EngineError(f"cannot write {self.file}: {error.strerror}") from None
             self.runs[key] = run
         return self.runs[key]
+
+    def _append(self, line: str) -> None:
+        if self.cut_at is not None:
+            os.truncate(self.file, self.cut_at)
+            self.cut_at = None
+        with self.file.open("a") as file:
+            file.write("\n" * self.needs_break + line)
+        self.needs_break = False
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _read(file: Path) -> bytes:
+    """What is in it; that nothing can be written there is said before anything is measured."""
+    if not file.parent.is_dir():
+        raise OptionError(f"--out {file}: there is no folder {file.parent}")
+    try:
+        data = file.read_bytes() if file.exists() else b""
+    except OSError as error:
+        raise OptionError(f"cannot read {file}: {error.strerror}") from None
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise OptionError(f"--out {file} cannot be written to")
+    return data
+
+
+def pace(requests: Sequence[dict[str, Any]]) -> float | None:
+    """How fast answers ended, as a share of how fast their requests were sent; None where too few did to tell.
+
+    It is told by the middle of them: the last answers take their time after the last request is sent, and with long
+    answers a run would seem slow that is not.
+    """
+    done = [request for request in requests if request["end"] is not None and not request["error"]]
+    edge = int(EDGE * len(done))
+    sent, ends = (sorted(request[name] for request in done)[edge : len(done) - edge] for name in ("sent", "end"))
+    span = ends[-1] - ends[0] if ends else 0.0
+    return (sent[-1] - sent[0]) / span if span > 0 else None
+
+
+def keeps_up(found: dict[str, Any]) -> bool:
+    """Whether answers end about as fast as requests are sent: else the queue grows for as long as this goes on."""
+    sent = found.get("achieved_request_rate")
+    if sent is None:  # there was no time between the requests
+        return True
+    return found["request_throughput"] >= PACE * sent or (found.get("pace") or 0.0) >= PACE
 
 
 def highest(low: float, high: float, holds: Callable[[float], bool]) -> float | None:

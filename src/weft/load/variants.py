@@ -40,10 +40,21 @@ def parse_variants(texts: Sequence[str]) -> list[Variant]:
                 "'slo: weft serve --port {port} --policy slo'"
             )
         found.append(Variant(name, target))
+        _check_command(found[-1])
     names = [variant.name for variant in found]
     if len({*names}) < len(names):
         raise OptionError(f"two variants have the same name: {', '.join(names)}")
     return found
+
+
+def _check_command(variant: Variant) -> None:
+    """Quotes that do not end are said now, not when its turn comes."""
+    if variant.is_running:
+        return
+    try:
+        shlex.split(variant.target)
+    except ValueError as error:
+        raise OptionError(f"--variant {variant.name}: {variant.target!r} is not a command: {error}") from None
 
 
 @contextlib.contextmanager
@@ -77,7 +88,9 @@ def running(variant: Variant, key: str | None = None, patience: float = PATIENCE
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Ends a server and all that it has started, which are one group."""
-    for how, patience in ((signal.SIGINT, 30), (signal.SIGKILL, 10)):
+    # What a shell runs in the background has Ctrl-C ignored, and so has what that starts.
+    gently = signal.SIGTERM if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else signal.SIGINT
+    for how, patience in ((gently, 30), (signal.SIGKILL, 10)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, how)
         with contextlib.suppress(subprocess.TimeoutExpired):

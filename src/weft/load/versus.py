@@ -61,11 +61,20 @@ def ratio(first: Sequence[float], other: Sequence[float]) -> Ratio | None:
     return Ratio(math.exp(middle), math.exp(middle - width), math.exp(middle + width))
 
 
+def figure_of(run: dict[str, Any], name: str) -> float | None:
+    """A figure of a run; None where it is not told. Other tools call the 50th percentile the median."""
+    value = run.get(name)
+    if value is None and name.startswith("p50_"):
+        value = run.get(f"median_{name.removeprefix('p50_')}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number and value is not None else None
+
+
 def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """Of each figure over repeated runs."""
     found: dict[str, float | None] = {}
     for name in COMPARED:
-        values = [run[name] for run in runs if run.get(name) is not None]
+        values = [value for run in runs if (value := figure_of(run, name)) is not None]
         found[name] = float(np.median(values)) if values else None
     return found
 
@@ -75,7 +84,9 @@ def comparison(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Rat
     (_, base), *others = runs.items()
     return {
         name: {
-            figure: ratio([run.get(figure) or 0.0 for run in base], [run.get(figure) or 0.0 for run in found])
+            figure: ratio(
+                [figure_of(run, figure) or 0.0 for run in base], [figure_of(run, figure) or 0.0 for run in found]
+            )
             for figure in COMPARED
         }
         for name, found in others

@@ -1,5 +1,6 @@
 """What is asked for, before there is any text: when requests come, how long they are, and what they share."""
 
+import csv
 import json
 import math
 import re
@@ -19,6 +20,7 @@ LENGTH_FORMS = "128, 100:1024 (from:to), lognormal:500,1.2 (median,sigma), or a 
 MOST_TOKENS = 1_000_000_000  # more is a slip of the keyboard, not a length
 MOST_SIGMA = 10.0  # likewise; one standard deviation is then a factor of 22,000
 PROMPT_SIDE = ("human", "user")  # who speaks, in the data sets that follow ShareGPT
+MOST_BURSTS = 10  # times the expected number of requests, where bursts are so large that no time passes in them
 ANSWER_SIDE = ("gpt", "assistant")
 
 
@@ -32,29 +34,56 @@ class Wish(NamedTuple):
 
 
 def arrival_times(
-    count: int,
+    count: int | None,
     rate: float,
     *,
     pattern: str = "poisson",
     burstiness: float = 1.0,
     ramp_to: float | None = None,
+    duration: float = math.inf,
     random: np.random.Generator,
 ) -> NDArray[np.float64]:
     """Seconds from the start, in order. The first request comes at 0 in every pattern, as waiting for it tells nothing.
 
     `rate` is in requests a second; at an infinite one all come at 0. `burstiness` is the shape of the gamma
     distribution of the intervals: 1 is a Poisson process, less comes in bursts, more is evener. A "ramp" changes its
-    rate linearly in time, from `rate` to `ramp_to` over about as long as `count` requests take.
+    rate linearly in time, from `rate` to `ramp_to` over the `duration`, or as long as `count` requests take.
+
+    With a `duration` there are as many as come within it, `count` at most. Without one there are `count`, and their
+    mean rate is the one asked for: a few random intervals would have quite another.
     """
     _check_arrivals(rate, pattern, burstiness, ramp_to)
     if math.isinf(rate):
+        assert count is not None, "any number of requests can come at once"
         return np.zeros(count)
-    if pattern == "constant":
-        return np.arange(count) / rate
-    steps = random.gamma(burstiness, 1 / burstiness, count)  # mean 1: the clock ticks once a request
+    mean = rate if ramp_to is None else (rate + ramp_to) / 2
+    if math.isinf(duration):
+        assert count is not None, "a number or a duration must bound the requests"
+        whole = float(count)
+        ticks = _ticks(count, burstiness, random) if pattern != "constant" else np.arange(whole)
+    else:
+        whole = duration * mean
+        ticks = _ticks_until(whole, burstiness, random) if pattern != "constant" else np.arange(whole)
+        ticks = ticks[:count]
+    return ticks / rate if ramp_to is None else _ramped(ticks, rate, ramp_to, whole)
+
+
+def _ticks(count: int, burstiness: float, random: np.random.Generator) -> NDArray[np.float64]:
+    """On a clock that ticks once a request in the mean, exactly so from the first to the last."""
+    steps = random.gamma(burstiness, 1 / burstiness, count)
     steps[:1] = 0
-    ticks = np.cumsum(steps)
-    return ticks / rate if ramp_to is None else _ramped(ticks, rate, ramp_to)
+    ticks: NDArray[np.float64] = np.cumsum(steps)
+    return ticks * ((count - 1) / ticks[-1]) if count and ticks[-1] > 0 else ticks
+
+
+def _ticks_until(whole: float, burstiness: float, random: np.random.Generator) -> NDArray[np.float64]:
+    """On the same clock, all before it shows `whole`; how many these are is random."""
+    at_once = math.ceil(whole) + 10
+    ticks = np.zeros(1)
+    while ticks[-1] < whole and len(ticks) < MOST_BURSTS * at_once:
+        more = np.cumsum(random.gamma(burstiness, 1 / burstiness, at_once))
+        ticks = np.concatenate([ticks, ticks[-1] + more])
+    return ticks[ticks < whole]
 
 
 def _check_arrivals(rate: float, pattern: str, burstiness: float, ramp_to: float | None) -> None:
@@ -74,14 +103,13 @@ def _check_arrivals(rate: float, pattern: str, burstiness: float, ramp_to: float
         raise OptionError(f"a ramp from a rate of {rate:g} to {wrong}: both must be above 0 and finite")
 
 
-def _ramped(ticks: NDArray[np.float64], begin: float, end: float) -> NDArray[np.float64]:
-    """Times at which a clock, whose rate goes from `begin` to `end` within len(ticks) ticks, shows `ticks`."""
-    inside = np.minimum(ticks, len(ticks))
+def _ramped(ticks: NDArray[np.float64], begin: float, end: float, whole: float) -> NDArray[np.float64]:
+    """Times at which a clock, whose rate goes from `begin` to `end` within `whole` ticks, shows `ticks`."""
     # The square of a rate that is linear in time is linear in the ticks; up to each tick the mean rate is half the sum
     # of the first rate and the one reached.
-    reached = np.sqrt(begin**2 + (end**2 - begin**2) * inside / max(len(ticks), 1))
-    times: NDArray[np.float64] = 2 * inside / (begin + reached)
-    return times + (ticks - inside) / end  # the random sum of ticks may go beyond the ramp: the last rate stays
+    reached = np.sqrt(begin**2 + (end**2 - begin**2) * ticks / max(whole, 1e-9))
+    times: NDArray[np.float64] = 2 * ticks / (begin + reached)
+    return times
 
 
 class Lengths(Protocol):
@@ -198,7 +226,12 @@ def of_trace(path: Path, *, rate_scale: float, duration: float | None, count: in
     for name, value in (("rate scale", rate_scale), ("duration", duration), ("number of requests", count)):
         if value is not None and not value > 0:
             raise OptionError(f"the {name} is {value:g}; it must be above 0")
-    trace = load_trace(path)
+    try:
+        trace = load_trace(path)
+    except (OverflowError, csv.Error) as error:  # a number without end, or a field of a file that is no such CSV
+        raise OptionError(f"cannot read the trace {path}: {error}") from None
+    if not all(math.isfinite(arrival.time) for arrival in trace.arrivals):
+        raise OptionError(f"cannot read the trace {path}: a timestamp is not a finite number")
     if duration is not None:
         trace = trace.first(duration)
     return [
