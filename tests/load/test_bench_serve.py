@@ -39,6 +39,9 @@ def test_the_command_of_vllms_users_works_as_written(server: RunningServer, tmp_
         assert found[key] > 0
     first = found["requests"][0]
     assert len(first["times"]) >= 1
+    assert (sum(found["input_lens"]), sum(found["output_lens"]), set(found["errors"])) == (4000, 800, {""})
+    assert found["ttfts"][0] == pytest.approx(first["times"][0] - first["due"])
+    assert len(found["itls"][0]) == len(first["times"]) - 1
     assert {"queue_ms", "prefill_ms"} <= first["server"].keys()
     assert "time between successive tokens" in done.stdout
     assert "the server's own account of the time to the first token" in done.stdout

@@ -138,7 +138,7 @@ def test_errors_are_counted_and_named_and_never_dropped() -> None:
     assert told[3] == "the engine died"
     assert told[4] == "the answer has no content"
     assert told[5] == "no answer within 1 s"
-    assert sum(found["errors"].values()) == 5
+    assert sum(found["error_counts"].values()) == 5
 
 
 def test_first_content_may_be_a_thought_or_a_tool_call() -> None:
@@ -174,7 +174,7 @@ def test_servers_have_their_ways() -> None:
             return await drive(client, asks(4, 0.01))
 
     found = in_all(virtual.run(run()))
-    assert (found["completed"], found["failed"]) == (4, 0), found["errors"]
+    assert (found["completed"], found["failed"]) == (4, 0), found["error_counts"]
     assert found["max_e2el_ms"] == pytest.approx(200, **NEAR)
     assert found["max_tpot_ms"] == pytest.approx(100, **NEAR)
 

@@ -123,7 +123,7 @@ def test_whatever_goes_wrong_with_a_request_it_is_counted() -> None:
     run = driven(lambda number: Script(), sent, concurrency=1)
     found = in_all(run)
     assert (found["num_prompts"], found["completed"], found["failed"]) == (3, 2, 1)
-    (error,) = found["errors"]
+    (error,) = found["error_counts"]
     assert error.startswith("UnicodeEncodeError: ")
     assert "\n" not in error
 
@@ -203,7 +203,7 @@ def test_who_was_due_while_the_client_was_slow_is_counted_when_interrupted() -> 
 def test_errors_of_different_status_are_different() -> None:
     texts = ["503: busy 1.5", "503: busy 7", "429: busy 3", "after 5 chunks", "after 7 chunks"]
     run = Run([reply(0.0, 1.0, error=text) for text in texts], 5, 5, 1.0)
-    assert in_all(run)["errors"] == {"503: busy 1.5": 2, "after 5 chunks": 2, "429: busy 3": 1}
+    assert in_all(run)["error_counts"] == {"503: busy 1.5": 2, "after 5 chunks": 2, "429: busy 3": 1}
 
 
 def test_a_token_without_text_is_an_answer() -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,13 +122,15 @@ def run(arguments: argparse.Namespace) -> int:
         found = measured(arguments, arguments.url, new_words())
     except KeyboardInterrupt:  # later on, what is known is told
         return interrupted("before the first request was sent: there are no figures")
-    _show(found)
+    # Files first: whoever reads what is printed may stop reading.
     if arguments.html is not None:
         write_html(arguments.html, [(found["model_id"], found)], f"{found['model_id']} at {arguments.url}")
     if arguments.json is not None:
-        if not arguments.save_detailed:
-            del found["requests"]
-        write_json(arguments.json, found)
+        requests = found.pop("requests")
+        write_json(
+            arguments.json, {**found, **_as_vllm(requests), "requests": requests} if arguments.save_detailed else found
+        )
+    _show(found)
     return 130 if found["was_interrupted"] else 0 if found["completed"] else 1
 
 
@@ -443,7 +446,7 @@ def _show(found: dict[str, Any]) -> None:
         f"{found['completed']} requests completed, {found['failed']} failed, {found['unfinished']} unfinished, in "
         f"{found['duration']:.2f} s; at most {found['max_concurrent_requests']} at once"
     )
-    for error, count in list(found["errors"].items())[:5]:
+    for error, count in list(found["error_counts"].items())[:5]:
         print(f"  {count} x {error}")
     show_caveats(found)
     if found["achieved_request_rate"] is not None:
@@ -453,7 +456,7 @@ def _show(found: dict[str, Any]) -> None:
         f"{found['request_throughput']:.2f} requests/s, {found['output_throughput']:.1f} output tokens/s, "
         f"{found['total_token_throughput']:.1f} tokens/s in all"
     )
-    if "request_goodput" in found:
+    if found["request_goodput"] is not None:
         goals = ", ".join(f"{name} {value:g} ms" for name, value in found["goodput_goals_ms"].items())
         print(f"goodput {found['request_goodput']:.2f} requests/s, {found['goodput_share']:.1%} of all ({goals})")
     print(f"\n{'ms':<6}" + "".join(f"{kind:>10}" for kind in SHOWN))
@@ -494,6 +497,19 @@ def _detailed(run: "Run") -> list[dict[str, Any]]:
         }
         for reply in sorted(run.replies, key=lambda reply: reply.number)
     ]
+
+
+def _as_vllm(requests: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The same by vLLM's names: one list of each kind, in seconds; a first chunk's time counts from when it was due."""
+    times = [request["times"] for request in requests]
+    return {
+        "input_lens": [request["prompt_tokens"] for request in requests],
+        "output_lens": [request["output_tokens"] for request in requests],
+        "ttfts": [found[0] - request["due"] if found else 0.0 for found, request in zip(times, requests, strict=True)],
+        "itls": [[after - before for before, after in pairwise(found)] for found in times],
+        "start_times": [request["sent"] for request in requests],
+        "errors": [request["error"] or "" for request in requests],
+    }
 
 
 def _number(value: float) -> float | None:

@@ -147,7 +147,7 @@ def _range(arguments: argparse.Namespace) -> tuple[float, float]:
 def _print(name: str, rate: float, found: dict[str, Any]) -> None:
     shown = "".join(f"{_cell(found.get(column)):>{_width(column)}}" for column in COLUMNS)
     print(f"{name:<16}{rate:>8.3g}{shown}", flush=True)
-    for error, count in list(found["errors"].items())[:ERRORS]:
+    for error, count in list(found["error_counts"].items())[:ERRORS]:
         print(f"  {count} x {error}", flush=True)
 
 

@@ -138,7 +138,7 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
         "unfinished": len(run.unanswered),
         "left_out_too_long": run.left_out,
         "completed_without_usage": sum(reply.is_without_usage for reply in done),
-        "errors": errors,
+        "error_counts": errors,
         "was_interrupted": run.was_interrupted,
         "total_input_tokens": read,
         "total_output_tokens": written,
@@ -149,6 +149,7 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
         "achieved_request_rate": _sent_rate(inside),
         "max_concurrent_requests": _most_at_once(run.replies),
     }
+    found |= {"request_goodput": None}
     if goals is not None:
         unanswered = sum(map(window.holds, run.unanswered.values()))
         good = sum(is_good(reply, goals) for reply in inside)

@@ -336,7 +336,7 @@ def _notes(run: _Run) -> list[str]:
 
 
 def _summary(runs: Sequence[_Run]) -> str:
-    with_goals = any("request_goodput" in run.found for run in runs)
+    with_goals = any(run.found.get("request_goodput") is not None for run in runs)
     columns = [_column(run, with_goals) for run in runs]
     body = []
     for group, rows in groupby(columns[0], key=lambda row: row[0]):
@@ -413,13 +413,13 @@ def _goals(run: _Run) -> str:
 
 
 def _errors(runs: Sequence[_Run]) -> str:
-    met = dict.fromkeys(error for run in runs for error in run.found.get("errors") or ())
+    met = dict.fromkeys(error for run in runs for error in run.found.get("error_counts") or ())
     if not met:
         return ""
     head = "".join(f"<th>{_named(run)}</th>" for run in runs)
     rows = "".join(
         f'<tr><td class="text">{escape(error)}</td>'
-        + "".join(f"<td>{(run.found.get('errors') or {}).get(error, 0)}</td>" for run in runs)
+        + "".join(f"<td>{(run.found.get('error_counts') or {}).get(error, 0)}</td>" for run in runs)
         + "</tr>"
         for error in met
     )
