@@ -1,12 +1,13 @@
 """The cost model's view of itself: margin, reported error, and what happens when coefficients change."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.cost import Coefficients, CostModel, StepShape
+from weft.core.cost import Coefficients, CostModel, StepShape, fit, slice_reach, with_slice
 
 MODEL = Coefficients(0.001, 0.004, 2e-5, 1e-9, 2e-5, 1e-5, 3e-8)
 DECODES = StepShape(32, 0.0, 0, 32, 32_000)
@@ -138,3 +139,27 @@ def test_few_queries_behind_a_long_context_take_their_share() -> None:
     ]
     assert attention == [3, 5, 10, 40, 40, 40, 80]
     assert cost.largest_slice(StepShape(), first, 4000, 0.015) > 0
+
+
+def test_every_wave_reads_what_lies_before_its_last_query() -> None:
+    assert slice_reach(0, 512, 512) == 512
+    assert slice_reach(0, 1024, 512) == 512 + 1024
+    assert slice_reach(100, 1100, 512) == 612 + 1124 + 1200
+    assert slice_reach(100, 1100, 0) == 1200, "without waves all of them read it together"
+
+
+def test_a_step_with_prefill_has_a_price_of_its_own_that_is_found() -> None:
+    """As where the host launches kernels one by one as soon as a step has a prompt in it."""
+    truth = replace(MODEL, prefill=0.002)
+    one, two = with_slice(StepShape(), 0, 100), with_slice(with_slice(StepShape(), 0, 50), 0, 50)
+    assert truth.predict(one) - MODEL.predict(one) == pytest.approx(0.002)
+    assert truth.predict(two) - MODEL.predict(two) == pytest.approx(0.002)
+    decodes = StepShape(8, decodes=8, context=800)
+    assert truth.predict(decodes) == MODEL.predict(decodes)
+    shapes = [StepShape(n, decodes=n, context=n * context) for n in (1, 8, 64) for context in (10, 1000, 9000)]
+    for count in (1, 30, 300, 3000):
+        for first in (0, 1000, 20_000):
+            shapes += [with_slice(shapes[5], first, count), with_slice(with_slice(StepShape(), 0, 9), first, count)]
+    found = fit(shapes, [truth.predict(shape) for shape in shapes])
+    assert found.prefill == pytest.approx(0.002, rel=0.01)
+    assert found.slice == pytest.approx(MODEL.slice, rel=0.01)

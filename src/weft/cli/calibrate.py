@@ -27,6 +27,7 @@ UNITS = {
     "decode": "a decode more",
     "context": "a token of context that a decode reads",
     "reach": "a token of context that a prefill slice reads",
+    "prefill": "a step with prefill, however many slices",
 }
 
 LUMPS = {

@@ -3,9 +3,9 @@
 It is shaped by physics. A forward pass reads all weights once and does arithmetic for every token, and whichever takes
 longer bounds it; attention comes on top: prefill pays for pairs of query and key, decode for reading its context.
 
-A GPU takes some things in lumps. A prefill slice's queries go through attention in waves that each read the whole
-context: one query more than a wave has costs as much as another one. Only where a slice has at most half a wave is its
-context divided among the programs that would be idle. And a step may be run as if it had more tokens (`grain`).
+A GPU takes some things in lumps. A prefill slice's queries go through attention in waves that each read all the context
+before them: one query more than a wave has costs as much as another one. Only where a slice has at most half a wave is
+its context divided among the programs that would be idle. And a step may be run as if it had more tokens (`grain`).
 """
 
 import math
@@ -45,8 +45,9 @@ def slice_reach(first: int, count: int, wave: int) -> float:
     end = first + count
     if not wave:
         return end
-    if 2 * count > wave:
-        return end * -(-count // wave)
+    if 2 * count > wave:  # every wave reads what lies before its own last query
+        full, rest = divmod(count, wave)
+        return full * first + wave * full * (full + 1) / 2 + (end if rest else 0)
     return end * (2 * -(-TILES * count // wave) / TILES if 2 * TILES * count > wave else FEWEST)
 
 
@@ -67,6 +68,7 @@ class Coefficients:
     decode: float  # one decode more
     context: float  # one token of context that a decode reads
     reach: float = 0.0  # one token of context that a wave of a prefill slice reads, however many queries it has
+    prefill: float = 0.0  # a step with prefill slices, however many: what the host takes where the device waits for it
     # No seconds, but tokens: a step with a prefill takes as long as with the next multiple of so many,
     grain: int = field(default=1, kw_only=True)
     # and so many queries of a slice read the context together; 0: all of them.
@@ -111,6 +113,7 @@ class Coefficients:
             + self.decode * decodes
             + self.context * context
             + self.reach * reach
+            + (self.prefill if slices else 0.0)
         )
 
     def prefill_seconds(self, first: int, count: int) -> float:
@@ -126,7 +129,7 @@ class Coefficients:
         """Of the seconds of a step of `shape` and as much of a prefill behind `first` as `limit` leaves, how many are
         the prefill's (see `prefill_seconds`). Near what `best_slice` would find, in less time.
         """
-        left = limit - self.predict(shape._replace(tokens=0)) + self.weights - self.slice
+        left = limit - self.predict(shape._replace(tokens=0)) + self.weights - self.slice - self.prefill
         each = self.token + self.pair * first  # but for waves
         wave = self.wave or most
         waves = int(left / max(wave * each + self.reach * first, 1e-12)) if self.wave else 0
@@ -302,7 +305,7 @@ def fit(shapes: Sequence[StepShape], seconds: Sequence[float], grain: int = 1, w
     features = np.array(shapes, np.float64)
     prefills = features[:, 2] > 0
     features[prefills, 0] = np.ceil(features[prefills, 0] / grain) * grain
-    tokens, others = features[:, :1], features[:, 1:]
+    tokens, others = features[:, :1], np.hstack([features[:, 1:], prefills[:, None]])
     measured = np.array(seconds, np.float64)
     by_bytes = tokens <= np.median(tokens)
     trust = np.ones(len(measured))

@@ -185,7 +185,8 @@ def fit_multipliers(vector: Array, samples: Array, common: float) -> Array:
 def _parts(vector: Array, samples: Array) -> Array:
     """Seconds that each coefficient stands for in each step; of weights and token only the larger one counts."""
     parts = np.ones((len(samples), len(vector)))
-    parts[:, 2:] = samples[:, :-1]
+    parts[:, 2:-1] = samples[:, :-1]
+    parts[:, -1] = samples[:, 2] > 0
     parts *= vector
     return parts
 

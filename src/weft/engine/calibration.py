@@ -31,12 +31,12 @@ from weft.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 3  # of the file; another one is measured anew
+FORMAT = 4  # of the file; another one is measured anew
 STEP_SHARE = 0.1  # of the measuring time: no step is meant to take more
 CLIMB_SHARES = (0.18, 0.3, 0.36, 0.45)  # of the measuring time: when each of the ladders must be done
 EXPLORE_SHARE = 0.65  # of the measuring time: these and the mixtures; what is left repeats
 MOST_SHAPES = 96  # different ones; more would leave no time to repeat them on a slow device
-FEWEST_SHAPES = 16  # with less, seven coefficients and their error are guesswork
+FEWEST_SHAPES = 16  # with less, nine coefficients and their error are guesswork
 FOLDS = 4  # each shape is held out once, with a quarter of the others
 LADDER_CONTEXT = 256  # tokens behind the decodes of a growing batch
 LADDER_SLICE = 16  # tokens of a slice behind a growing context
