@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import BlockUpdates, Coefficients, StepPlan, StepShape
-from weft.core.cost import fit, slice_pairs, slice_reach, with_slice
+from weft.core.cost import fit, slice_pairs, slice_reach
 from weft.engine.executor import Executor, SlotSetup, StepInputs
 from weft.engine.params import SamplingParams
 from weft.errors import EngineError
@@ -62,7 +62,7 @@ class Calibration:
 
     def prefill_speed(self, tokens: int) -> float:
         """Tokens of a prompt in a second, by a first step of that many."""
-        return tokens / max(self.coefficients.predict(with_slice(StepShape(), 0, tokens)), 1e-9)
+        return tokens / max(self.coefficients.predict(self.coefficients.with_slice(StepShape(), 0, tokens)), 1e-9)
 
 
 def calibrate(
