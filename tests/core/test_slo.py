@@ -30,11 +30,11 @@ class Timed(ToyExecutor):
         return result
 
 
-def slo_loop(*, tokens: int = 64, seqs: int = 8) -> Loop:
+def slo_loop(*, tokens: int = 64, seqs: int = 8, blocks: int = 600) -> Loop:
     scheduler = Scheduler(
-        policy=slo(CostModel(COST, spread=0.0), tokens), num_blocks=600, block_size=4, max_num_seqs=seqs
+        policy=slo(CostModel(COST, spread=0.0), tokens), num_blocks=blocks, block_size=4, max_num_seqs=seqs
     )
-    executor = Timed(scheduler.slots.size, 600, 4)
+    executor = Timed(scheduler.slots.size, blocks, 4)
     return Loop(scheduler, executor, depth=0, clock=lambda: executor.now)
 
 
@@ -362,3 +362,43 @@ def test_an_idle_engine_refuses_nobody_for_the_noise_of_the_past() -> None:
     stream = add(loop, "first", 8, 4, gap_target=20.0, ttft_target=5000.0)
     run(loop)
     assert stream.request.finish_reason == "length"
+
+
+@pytest.mark.parametrize("room", [{"seqs": 1}, {"blocks": 17}])
+def test_who_would_wait_for_a_seat_or_for_memory_beyond_its_promise_is_refused_at_once(room: dict[str, int]) -> None:
+    """There is one seat, or memory for 68 tokens, of which 36 are written and 32 more will be."""
+    loop = slo_loop(**room)
+    add(loop, "writes", 36, 32, gap_target=4.0)
+    run(loop, steps=2)
+    hurried = add(loop, "hurried", 28, ttft_target=60.0, arrival=loop.clock())  # its own work takes 38
+    patient = add(loop, "patient", 28, ttft_target=300.0, arrival=loop.clock())
+    loop.step()
+    assert hurried.request.finish_reason == "refused"
+    assert hurried.request.predicted_ttft > 60 * TICK
+    assert patient.request.finish_reason is None
+    run(loop)
+    assert patient.request.first_token - patient.request.arrival <= 300 * TICK
+
+
+def test_seats_that_come_free_all_the_time_are_counted_on() -> None:
+    loop = slo_loop(seqs=2)
+    for turn in range(20):
+        add(loop, f"short{turn}", 2, 3, gap_target=8.0, arrival=loop.clock())
+        run(loop, steps=2)
+    add(loop, "long", 2, 300, gap_target=8.0, arrival=loop.clock())
+    add(loop, "short", 2, 20, gap_target=8.0, arrival=loop.clock())
+    run(loop, steps=2)
+    # All must have ended after 300 gaps; but a seat comes free every few ticks.
+    hopeful = add(loop, "hopeful", 4, ttft_target=60.0, arrival=loop.clock())
+    run(loop)
+    assert hopeful.request.finish_reason == "length"
+    assert hopeful.request.first_token - hopeful.request.arrival <= 60 * TICK
+
+
+def test_who_may_take_the_place_of_others_does_not_wait_for_room() -> None:
+    loop = slo_loop(seqs=1)
+    add(loop, "batch", 12, 200, batch=True)
+    run(loop, steps=2)
+    urgent = add(loop, "urgent", 8, ttft_target=30.0, arrival=loop.clock())
+    run(loop, steps=2)
+    assert urgent.request.finish_reason == "length"

@@ -6,7 +6,8 @@ from typing import NamedTuple, Protocol
 
 from weft.core.budget import BATCH_SHARE, Allowance, StepLoad, least_step
 from weft.core.cost import CostModel, StepShape, decodes_alone
-from weft.core.request import Request
+from weft.core.request import Request, State
+from weft.core.room import Room
 
 MEMORY = 30.0  # seconds over which the load is averaged
 QUIET = 0.25  # load up to which a step may be cut short for any first token; above,
@@ -106,7 +107,8 @@ class PromiseKeepers:
             return False
         pace = self.allowance.pace(self.cost, load.shape.decodes, load.shape.context, load.gap, first)
         seconds = self.cost.coefficients.prefill_seconds(first, count) * self.cost.bias
-        end = load.start + (seconds / pace if pace > 0 else seconds)  # decodes that fill the step now may end
+        start = room_at(load, load.free.without(count))
+        end = start + (seconds / pace if pace > 0 else seconds)  # decodes that fill the step now may end
         if end <= request.due:
             return False
         request.predicted_ttft = end - request.arrival
@@ -126,7 +128,8 @@ class _Walk:
         self.crowded = load.crowded
         # Who decodes now must have ended by then; until then none is assumed to.
         self.present = load.shape
-        self.drained = load.start + load.longest * load.gap if load.longest else load.start
+        self.drained = drained_at(load)
+        self.load, self.free = load, load.free
         self.step = 0.0  # seconds of the last step of the prompt that was just read
         self.reach = 0  # tokens of context that this step read
 
@@ -137,6 +140,9 @@ class _Walk:
         """
         request, first, count = prefill
         reach = first + count  # read by each of its slices at most
+        if request.state is State.WAITING:  # the others have their seat, and their memory was counted
+            self.free = self.free.without(count)
+            self.clock = max(self.clock, room_at(self.load, self.free))
         if not self._can(request, reach) and self.clock < self.drained < math.inf:
             self._drain()
         if not self._can(request, reach):
@@ -189,6 +195,17 @@ class _Walk:
         self.context = max(0.0, self.context - self.present.context)
         if not self.decodes:
             self.gap = math.inf
+
+
+def drained_at(load: StepLoad) -> float:
+    """When all who decode now must have ended."""
+    return load.start + load.longest * load.gap if load.longest else load.start
+
+
+def room_at(load: StepLoad, free: Room) -> float:
+    """When there is a seat and memory for those who would be without, `free` being what is left after them."""
+    lacking = free.lacking(load.freed)
+    return min(load.start + lacking, max(load.start, drained_at(load))) if lacking else load.start
 
 
 class _Loads:

@@ -21,6 +21,7 @@ from weft.core.policies import Policy
 from weft.core.prefix import PrefixCache
 from weft.core.queue import Queue, Turns, line_up, service_of
 from weft.core.request import Request, State
+from weft.core.room import PLENTY, Room, Turnover
 from weft.core.slots import Slots
 from weft.core.step import BlockUpdates, Outcome, StepPlan, StepRecord
 from weft.core.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT, Account, Tenants
@@ -76,6 +77,7 @@ class Scheduler:
         self._fresh_tokens = 0
         self.refused: list[Request] = []  # since the owner last looked; it empties the list
         self._draft = Draft()
+        self._turnover = Turnover()
 
     @property
     def has_work(self) -> bool:
@@ -168,12 +170,15 @@ class Scheduler:
         for request in outcome.filled:
             if request.state is State.RUNNING:
                 self._name_blocks(request, len(request.hashes))
+        seats, blocks = len(self.running), self.pool.num_free
         for request, finish_reason in outcome.finished:
             if request.state is State.WAITING:  # preempted while this step was in flight
                 self.queue.remove(request)
             else:
                 self._unseat(request)
             self._end(request, finish_reason, finished)
+        freed = (self.pool.num_free - blocks) * self.block_size
+        self._turnover.add(finished, seats - len(self.running), freed - plan.num_decodes)
         self._retire_slots()
         self.policy.observe(plan.shape, plan.predicted, finished - started)
         if plan.number == self._steps:
@@ -396,7 +401,13 @@ class Scheduler:
         firm = decodes[~self.slots.batch[decodes]]
         found = self._load(firm, load.start)
         left = int((self.slots.limit[firm] - self.slots.known[firm]).max()) if len(firm) else 0
-        return found._replace(longest=left, crowded=len(firm) < len(decodes))
+        room = Room(self.max_num_seqs - len(self.running), self._unclaimed(NOBODY) * self.block_size)
+        return found._replace(
+            longest=left,
+            crowded=len(firm) < len(decodes),
+            free=room if self.running else PLENTY,
+            freed=self._turnover.rate(load.start),
+        )
 
     def _take_cached(self, request: Request) -> None:
         """Appends the blocks that others have computed (or have planned to) since the last look."""
@@ -421,6 +432,15 @@ class Scheduler:
         """Whether the whole uncached prompt fits beside what runs, with room for the others to grow."""
         if len(self.running) == len(gone):
             return True
+        free = self._unclaimed(gone)
+        if free < 1:  # at least its last block is always its own: no need to look the others up
+            return False
+        hits = self.cache.match(request.hashes, 0, self._shareable(request))
+        unused_hits = sum(self.pool.refs[block] == 0 for block in hits)
+        return self._blocks_for(request.known) - len(hits) + unused_hits <= free
+
+    def _unclaimed(self, gone: frozenset[Request]) -> int:
+        """Blocks that nobody beside those in `gone` has or will need soon."""
         claimed = sum(
             self._blocks_for(int(self.slots.known[other.slot])) - len(other.blocks)
             for other in self._prefilling
@@ -428,12 +448,7 @@ class Scheduler:
         )
         growth_reserve = len(self.running) - len(gone)  # one block each
         freed = sum(len(other.blocks) for other in gone)  # at most: some may be shared
-        free = self.pool.num_free + freed - claimed - growth_reserve
-        if free < 1:  # at least its last block is always its own: no need to look the others up
-            return False
-        hits = self.cache.match(request.hashes, 0, self._shareable(request))
-        unused_hits = sum(self.pool.refs[block] == 0 for block in hits)
-        return self._blocks_for(request.known) - len(hits) + unused_hits <= free
+        return self.pool.num_free + freed - claimed - growth_reserve
 
     def _grow(self, request: Request, count: int) -> bool:
         """Gives a request `count` more blocks, preempting those who give way to it if it must."""
@@ -544,7 +559,7 @@ class Scheduler:
             hits = self.cache.match(request.hashes, 0, self._shareable(request))
             request.expected_hits = len(hits) * self.block_size
             self.queue.add(request)
-            if not admission.screen(request, lambda: self._prefills(load.start), load):
+            if not admission.screen(request, lambda: self._prefills(load.start), self._load_for(request, load)):
                 self._refuse(request, now)
         while hopeless := [request for request in self.queue.heads() if self._is_hopeless(request, load)]:
             for request in hopeless:
@@ -552,7 +567,13 @@ class Scheduler:
 
     def _is_hopeless(self, request: Request, load: StepLoad) -> bool:
         """One that has started already is carried to its end."""
-        return not request.preemptions and self.policy.admission.is_hopeless(self._left_of(request), load)
+        if request.preemptions:
+            return False
+        return self.policy.admission.is_hopeless(self._left_of(request), self._load_for(request, load))
+
+    def _load_for(self, request: Request, load: StepLoad) -> StepLoad:
+        """As a request sees it: where others may have to give way to it, it does not wait for room."""
+        return load._replace(free=PLENTY) if self._somebody_may_give_way(request) else load
 
     def _refuse(self, request: Request, now: float) -> None:
         self.queue.remove(request)
