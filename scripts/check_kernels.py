@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels import decode, draw, fused, matvec, ops, shares
+from weft.kernels import decode, draw, fetch, fused, matvec, ops, shares
 
 Check = Callable[[torch.device, torch.dtype], None]
 NAN = float("nan")
@@ -72,7 +72,9 @@ def check_norm_rope_write(device: torch.device, dtype: torch.dtype) -> None:
         table = torch.stack((angles.cos(), angles.sin()), 1)
         q_weight, k_weight = (_random(device, dtype, dim) if wanted else None for wanted in norm)
         rest = (k_cache, v_cache, tables, slots.int(), positions.int(), heads, kv_heads, dim)
-        q = fused.norm_rope_write(qkv, q_weight, k_weight, 1e-6, table, *rest)
+        copied = slots[5:6].int()
+        copy = torch.full((2, columns * block_size, kv_heads, dim), NAN, dtype=dtype, device=device)
+        q = fused.norm_rope_write(qkv, q_weight, k_weight, 1e-6, table, *rest, copy=copy, copied=copied)
         q_in, k_in, v_in = torch.split(qkv.double().view(tokens, -1, dim), [heads, kv_heads, kv_heads], 1)
         cos, sin = (x[positions][:, None].double() for x in table.unbind(1))
         _close(q[1:], _rotated(_normed(q_in, q_weight), cos, sin)[1:], dtype)
@@ -82,6 +84,13 @@ def check_norm_rope_write(device: torch.device, dtype: torch.dtype) -> None:
         assert torch.equal(v_cache[at].double(), v_in[1:])
         for cache in (k_cache, v_cache):
             assert int((~cache.isnan()).sum()) == (tokens - 1) * kv_heads * dim, "written elsewhere too"
+        mine = slots[1:] == copied
+        assert int((~copy.isnan()).sum()) == 2 * int(mine.sum()) * kv_heads * dim, "another's was copied"
+        for half, cache in zip(copy, (k_cache, v_cache), strict=True):
+            assert torch.equal(half[positions[1:][mine]], cache[at][mine])
+        copy.fill_(NAN)
+        fused.norm_rope_write(qkv, q_weight, k_weight, 1e-6, table, *rest, copy=copy, copied=copied * 0 - 1)
+        assert bool(copy.isnan().all()), "nobody's was copied"
 
 
 def check_copy_tokens(device: torch.device, dtype: torch.dtype) -> None:
@@ -94,6 +103,29 @@ def check_copy_tokens(device: torch.device, dtype: torch.dtype) -> None:
         for half, cache in enumerate((k, v)):
             expected[half, begin:tokens] = cache.flatten(0, 1)[places[begin:]]
         assert torch.equal(found, expected)
+
+
+def check_fetch(device: torch.device, dtype: torch.dtype) -> None:
+    """From the host's memory, as it is at that moment."""
+    host = torch.zeros(4000, dtype=torch.int32)
+    host = host.pin_memory() if device.type == "cuda" else host
+    segments = [(4, 0), (24, 1), (44, 1), (64, 2)]  # where they begin, and where their lengths are
+    table = torch.tensor(segments, dtype=torch.int32, device=device)
+    for lengths in ((3, 20, 0), (0, 7, 3900), (0, 0, 0), (20, 20, 1)):
+        found = torch.full((4000,), -1, dtype=torch.int32, device=device)
+        expected = found.cpu()
+        host.copy_(torch.randint(0, 10**9, (4000,), dtype=torch.int32))
+        host[:3] = torch.tensor(lengths)
+        fetch.fetch(host, table, found, max(lengths))
+        for begin, at in segments:
+            expected[begin : begin + lengths[at]] = host[begin : begin + lengths[at]]
+        assert torch.equal(found.cpu(), expected)
+        places = host[: lengths[2]]
+        places.copy_(torch.randperm(4000)[: len(places)])
+        fetch.post(places, host[-len(places) :] if len(places) else places, found)
+        if len(places):
+            expected[places.long()] = host[-len(places) :]
+        assert torch.equal(found.cpu(), expected)
 
 
 def check_decode(device: torch.device, dtype: torch.dtype) -> None:
@@ -181,6 +213,7 @@ CHECKS: tuple[Check, ...] = (
     check_add_rms_norm,
     check_silu_mul,
     check_norm_rope_write,
+    check_fetch,
     check_decode,
     check_decode_tilings,
     check_decode_merges,

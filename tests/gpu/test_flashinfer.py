@@ -54,7 +54,7 @@ class Bench:
         self.slots = torch.zeros((len(ends), max(pages)), dtype=torch.int32)
         for slot, table in enumerate(self.tables):
             self.slots[slot, : len(table)] = torch.from_numpy(table)
-        self.owner = FlashInfer(2, KV_HEADS, HEAD_DIM, torch.bfloat16, LONGEST, DEVICE)
+        self.owner = FlashInfer(2, HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, LONGEST, DEVICE, self._send)
 
     def refill(self) -> None:
         for cache in (*self.kv.k, *self.kv.v):
@@ -65,12 +65,12 @@ class Bench:
     ) -> list[str]:
         """Slot, first position and tokens of each; returns the ways that were taken."""
         from weft.kernels.cuda import PlainPrefills
+        from weft.kernels.flashinfer import Slices
 
         slots, first, count = (np.array(numbers) for numbers in zip(*slices, strict=True))
         tables = [self.tables[slot][: -(-(first + count) // BLOCK)] for slot, first, count in slices]
-        prefills = self.owner.prefills(
-            self.kv, HEADS, slots, first, count, np.full(len(slices), end), tables, send=self._send
-        )
+        prefills = self.owner.prefills(self.kv, Slices(slots, first, count, np.full(len(slices), end), tables))
+        self._keep(slices)
         q = torch.randn(int(count.sum()), HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
         for layer in layers:
             heads = Heads(layer, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, None, None)  # type: ignore[arg-type]
@@ -79,6 +79,17 @@ class Bench:
             prefills.attend(heads, q, found)
             assert (found.float() - expected.float()).abs().max() < ERROR
         return list(prefills.ways)
+
+    def _keep(self, slices: list[tuple[int, int, int]]) -> None:
+        """What a step does when it writes keys and values to the cache."""
+        kept = self.owner.kept
+        for slot, first, count in slices:
+            if slot == kept.writing:
+                positions = torch.arange(first, first + count)
+                blocks = torch.from_numpy(self.tables[slot])[positions // BLOCK].to(DEVICE)
+                for layer in range(2):
+                    for half, cache in enumerate((self.kv.k[layer], self.kv.v[layer])):
+                        kept.copy[layer, half, first : first + count] = cache[blocks, (positions % BLOCK).to(DEVICE)]
 
     @staticmethod
     def _send(*numbers: Any) -> list[torch.Tensor]:

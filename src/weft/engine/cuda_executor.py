@@ -21,10 +21,10 @@ from weft.core import StepPlan
 from weft.engine.executor import Lumps, StepInputs, StepResult, TokenLogprobs
 from weft.engine.graphs import GRAIN, Cut, Pieces, Whole, decode_sizes, is_worth_it, mixed_sizes
 from weft.engine.sampling import Sampler, hashed_uniform
-from weft.engine.staging import DEPTH, NOBODY, Board, Courier, Rows, Tokens, bits, pinned
+from weft.engine.staging import DEPTH, NOBODY, Courier, Desk, Rows, Tokens, bits, pinned
 from weft.kernels import flashinfer
 from weft.kernels.attention import Heads
-from weft.kernels.cuda import CudaAttention, Ends, PlainPrefills, Prefills, sm_count
+from weft.kernels.cuda import CudaAttention, Ends, Keeping, PlainPrefills, Prefills, sm_count
 from weft.kernels.decode import Workspace, wanted_shares
 from weft.kernels.draw import draw
 from weft.kernels.shares import Shares, divide, most_shares
@@ -66,25 +66,29 @@ class CudaExecutor:
         self._layer_parameters = sum(parameter.numel() for parameter in model.layers[-1].parameters())
         self._mixed_sizes = mixed_sizes(limits.max_num_batched_tokens, self._layer_parameters)
         most = max(self._mixed_sizes, default=0)
-        self._row_board = Board(Rows.nobody(), limits.max_num_seqs, device)
-        self._token_board = Board(Tokens.nobody(), most, device)
+        self._wanted = wanted_shares(config.num_kv_heads, sm_count(device))
+        windows = list({*config.layer_windows})
+        shares = (Shares.nobody(), most_shares(limits.max_num_seqs, self._wanted))
+        rows, tokens, kept = (Rows.nobody(), limits.max_num_seqs), (Tokens.nobody(), most), ((NOBODY,), 1)
+        self._desk = Desk([rows, tokens, kept, shares, *(shares for _ in windows)], device)
+        self._row_board, self._token_board, self._kept_board, self._end_shares, *others = self._desk.boards
+        self._shares = dict(zip(windows, others, strict=True))
         self._rows, self._tokens = Rows.of(self._row_board.numbers), Tokens(*self._token_board.numbers)
         self._courier = Courier(device)
         width = config.num_heads * config.head_dim
         self._queries = torch.empty((most, width), dtype=model.dtype, device=device)
         self._attended = torch.empty_like(self._queries)
-        self._wanted = wanted_shares(config.num_kv_heads, sm_count(device))
-        most_shared = most_shares(limits.max_num_seqs, self._wanted)
-        self._shares = {window: Board(Shares.nobody(), most_shared, device) for window in {*config.layer_windows}}
-        self._end_shares = Board(Shares.nobody(), most_shared, device)
         sizes = (limits.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim)
         self._workspace = Workspace.of(*sizes, self._wanted, device)
-        usable = flashinfer.is_usable(config.head_dim, model.dtype)
-        kind = (config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
-        self._flashinfer = flashinfer.FlashInfer(*kind, limits.max_model_len, device) if usable else None
+        self._flashinfer: flashinfer.FlashInfer | None = None
+        self._keeping: Keeping | None = None
+        if flashinfer.is_usable(config.head_dim, model.dtype):
+            kind = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, model.dtype)
+            self._flashinfer = flashinfer.FlashInfer(*kind, limits.max_model_len, device, self._courier.send)
+            self._keeping = Keeping(self._flashinfer.kept.copy, self._kept_board.numbers[0])
         self._decodes: dict[int, Whole] = {}
         self._mixed: dict[int, Pieces] = {}
-        wave = 0 if self._flashinfer is None else self._flashinfer.wave(config.num_heads)
+        wave = 0 if self._flashinfer is None else self._flashinfer.wave
         self.lumps = Lumps(GRAIN if model.can_be_captured else 1, wave)
         self._returns = cycle([pinned(limits.max_num_seqs) for _ in range(DEPTH)])
         self._pending: CudaPending | None = None
@@ -121,19 +125,21 @@ class CudaExecutor:
         started.record()
         rows = np.flatnonzero(plan.samples)
         pending = CudaPending(self, rows, plan.slots[rows], started)
-        self._send_blocks(plan)
+        self._desk.clear()
+        self._note_blocks(plan)
         if plan.num_decodes == len(plan.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
-            self._send_rows(plan, rows, size)
+            self._write_rows(plan, rows, size)
+            self._deliver(plan)
             self._draw(pending, plan, self._decodes[size].replay()[: len(rows)])
         elif any(self.sampler.wants_prompt(slot) for slot in plan.slots[plan.num_decodes :].tolist()):
-            self._send_rows(plan, rows, len(rows))
+            self._write_rows(plan, rows, len(rows))
             hidden = self._forward(plan, inputs, all_rows=True)
             if len(rows):
                 ends = self._rows.ends[: len(rows)]
                 self._draw(pending, plan, self.model.scores(hidden.index_select(0, ends)))
             self._describe_prompts(pending, plan, hidden)
         else:
-            self._send_rows(plan, rows, self.limits.max_num_seqs)
+            self._write_rows(plan, rows, self.limits.max_num_seqs)
             hidden = self._forward(plan, inputs)
             if len(rows):
                 self._draw(pending, plan, self.model.scores(hidden[: len(rows)]))
@@ -146,14 +152,15 @@ class CudaExecutor:
         rows, slots = pending.rows, pending.slots
         numbers = Rows(*(field[: len(rows)] for field in self._rows))
         if self.sampler.is_plain(slots):
-            tokens = draw(scores, numbers.temperature, numbers.uniform, self._last_token, numbers.slots)
+            tokens = pending.place(next(self._returns))
+            draw(scores, numbers.temperature, numbers.uniform, self._last_token, numbers.slots, tokens)
         else:
             logits = wide(scores)
             chosen = self.sampler.sample(logits, slots, plan.first[rows] + plan.count[rows])
             tokens = chosen.int()
             self._last_token.index_copy_(0, numbers.slots.long(), tokens)
             pending.logprobs = self.sampler.describe(logits, chosen, slots)
-        pending.carry(tokens, next(self._returns))
+            pending.place(next(self._returns)).copy_(tokens, non_blocking=True)
 
     def _describe_prompts(self, pending: "CudaPending", plan: StepPlan, hidden: Tensor) -> None:
         ends = np.cumsum(plan.count).tolist()
@@ -163,25 +170,29 @@ class CudaExecutor:
                 part = hidden[ends[row] - count : ends[row]]
                 pending.prompt_logprobs[row] = self.sampler.describe_prompt(self.model.logits, part, slot, first)
 
-    def _send_blocks(self, plan: StepPlan) -> None:
+    def _note_blocks(self, plan: StepPlan) -> None:
+        new = plan.new_blocks
+        self._blocks[new.slots, new.columns] = new.blocks
+
+    def _deliver(self, plan: StepPlan) -> None:
+        """Brings all that the step reads to the device, in one go."""
         new = plan.new_blocks
         if len(new.slots):
-            self._blocks[new.slots, new.columns] = new.blocks
-            places, blocks = self._courier.send(new.slots * self._columns + new.columns, new.blocks)
-            self._tables.view(-1).index_copy_(0, places.long(), blocks)
+            self._courier.post(new.slots * self._columns + new.columns, new.blocks, self._tables.view(-1))
+        self._desk.deliver()
 
-    def _send_rows(self, plan: StepPlan, rows: NDArray[np.int64], padded: int) -> None:
+    def _write_rows(self, plan: StepPlan, rows: NDArray[np.int64], padded: int) -> None:
         slots = plan.slots[rows]
         uniform = hashed_uniform(self.sampler.seed[slots], plan.first[rows] + plan.count[rows])
         positions = plan.first[rows] + plan.count[rows] - 1
         numbers = [slots, positions, np.cumsum(plan.count)[rows] - 1]
         drawing = [bits(self.sampler.temperature[slots]), bits(np.minimum(uniform, BELOW_ONE))]
-        self._row_board.send([*numbers, *drawing], padded)
+        self._row_board.write([*numbers, *drawing], padded)
         decodes, places = plan.num_decodes, most_shares(padded, self._wanted)
         for window, board in self._shares.items():
-            board.send(divide(slots[:decodes], positions[:decodes], window, self._wanted), places)
+            board.write(divide(slots[:decodes], positions[:decodes], window, self._wanted), places)
         if decodes < len(plan.slots):
-            self._end_shares.send(divide(slots, positions, self.model.config.layer_windows[-1], self._wanted), places)
+            self._end_shares.write(divide(slots, positions, self.model.config.layer_windows[-1], self._wanted), places)
 
     # Steps with prompts
 
@@ -190,26 +201,37 @@ class CudaExecutor:
         sample (and some nobody's behind them), or of all tokens."""
         tokens, decodes = self._tokens_of(plan, inputs), plan.num_decodes
         prefills = self._prefills(plan) if decodes < len(plan.slots) else None
+        kept = NOBODY if self._flashinfer is None or prefills is None else self._flashinfer.kept.writing
+        self._kept_board.write([np.array([kept])], 1)
         size = _fitting(self._mixed, plan.num_tokens)
         worth_it = size is not None and is_worth_it(size, plan.num_tokens, self._layer_parameters)
         if size is not None and worth_it and prefills is not None and not all_rows:
-            self._token_board.send(tokens, size)
+            self._token_board.write(tokens, size)
+            self._deliver(plan)
             planned, span = prefills, slice(decodes, plan.num_tokens)
             return self._mixed[size].replay(lambda heads, q, out: planned.attend(heads, q[span], out[span]))
+        self._deliver(plan)
         views = Tokens(*self._courier.send(*tokens))
         if decodes:
             views.ids[:decodes] = self._last_token.index_select(0, views.slots[:decodes])
         # With more decodes than any graph has, there are no ends, and no need for them.
         ends = None if all_rows or prefills is None else self._ends(int(plan.samples.sum()))
-        return self.model.forward(views.ids, self._attention(views.slots, views.positions, decodes, prefills, ends))
+        where = (views.slots, views.positions, decodes)
+        return self.model.forward(views.ids, self._attention(*where, prefills, ends, self._keeping))
 
     def _attention(
-        self, slots: Tensor, positions: Tensor, decodes: int, prefills: Prefills | None = None, ends: Ends | None = None
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        decodes: int,
+        prefills: Prefills | None = None,
+        ends: Ends | None = None,
+        keeping: Keeping | None = None,
     ) -> CudaAttention:
         places = most_shares(decodes, self._wanted)
         shares = {window: board.numbers[:, :places] for window, board in self._shares.items()}
         where = (self.kv, self._tables, slots, positions)
-        return CudaAttention(*where, decodes, shares, self._workspace, prefills, ends)
+        return CudaAttention(*where, decodes, shares, self._workspace, prefills, ends, keeping)
 
     def _ends(self, rows: int) -> Ends:
         return Ends(self._rows.ends[:rows], self._end_shares.numbers[:, : most_shares(rows, self._wanted)])
@@ -230,8 +252,7 @@ class CudaExecutor:
             return PlainPrefills(self.kv, self._tables, slots, first, count)
         pages = (-(-(first + count) // self.kv.block_size)).tolist()
         tables = [self._blocks[slot, :used] for slot, used in zip(slots.tolist(), pages, strict=True)]
-        heads, send = self.model.config.num_heads, self._courier.send
-        return self._flashinfer.prefills(self.kv, heads, slots, first, count, ends, tables, send)
+        return self._flashinfer.prefills(self.kv, flashinfer.Slices(slots, first, count, ends, tables))
 
     # Graphs
 
@@ -266,7 +287,8 @@ class CudaExecutor:
         most = min(size, self.limits.max_num_seqs)  # that can be decodes, or sample
 
         def forward(cut: Cut) -> Tensor:
-            attention = self._attention(tokens.slots, tokens.positions, most, ends=self._ends(most))
+            where = (tokens.slots, tokens.positions, most)
+            attention = self._attention(*where, ends=self._ends(most), keeping=self._keeping)
 
             def attend(heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
                 if heads.last:
@@ -285,14 +307,24 @@ class CudaExecutor:
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Runs the largest step, with nobody's numbers, on blocks that are there many times over, and small ones: at
-        the beginning of a prompt, which ends there or goes on, and behind a long context. What any of them needs is
-        made now."""
+        the beginning of a prompt, which ends there or goes on, behind what was cached, and behind a long context. What
+        any of them needs is made now."""
         longest = self.limits.max_model_len - 1
         most = min(self.limits.max_num_batched_tokens, longest)
         few = min(most, 16)
         behind = min(flashinfer.LONG, longest - few)
-        for first, count, ends in ((0, most, True), (0, few, True), (0, few, False), (behind, few, True)):
-            self._rehearse(first, count, ends)
+        for first, count, ends in (
+            (0, most, True),
+            (0, few, True),
+            (0, few, False),
+            (few, few, False),
+            (behind, few, True),
+        ):
+            self._rehearse(min(first, longest - count), count, ends)
+        self._courier.post(np.zeros(1, np.int64), np.zeros(1, np.int32), self._tables.view(-1))
+        self._desk.clear()
+        self._kept_board.write([np.array([NOBODY])], 1)
+        self._desk.deliver()
         torch.cuda.synchronize(self.device)
 
     def _rehearse(self, first: int, count: int, is_end: bool) -> None:
@@ -302,18 +334,18 @@ class CudaExecutor:
         slots, firsts, counts, ends = np.zeros(1, np.int64), np.array([first]), np.array([count]), np.array([is_end])
         prefills: Prefills = PlainPrefills(self.kv, self._tables, slots, firsts, counts)
         if self._flashinfer is not None:
+            self._flashinfer.kept.forget()
             tables = [np.zeros(-(-(first + count) // self.kv.block_size), np.int32)]
-            heads = self.model.config.num_heads
-            prefills = self._flashinfer.prefills(
-                self.kv, heads, slots, firsts, counts, ends, tables, self._courier.send
-            )
+            prefills = self._flashinfer.prefills(self.kv, flashinfer.Slices(slots, firsts, counts, ends, tables))
         positions = torch.arange(first, first + count, dtype=torch.int32, device=device)
-        hidden = self.model.forward(ids, self._attention(nobody, positions, 0, prefills))
+        attention = self._attention(nobody, positions, 0, prefills, keeping=self._keeping)
+        hidden = self.model.forward(ids, attention)
         rows = limits.max_num_seqs
         scores = self.model.scores(hidden[:1].expand(rows, -1).contiguous())
         wide(scores)
         temperature = torch.ones(rows, device=device)
-        draw(scores, temperature, temperature / 2, self._last_token, torch.full((rows,), NOBODY, device=device).int())
+        slots_of_nobody = torch.full((rows,), NOBODY, dtype=torch.int32, device=device)
+        draw(scores, temperature, temperature / 2, self._last_token, slots_of_nobody, next(self._returns)[:rows])
 
 
 class CudaPending:
@@ -331,9 +363,10 @@ class CudaPending:
         self._result: StepResult | None = None
         self._advanced = False
 
-    def carry(self, tokens: Tensor, pinned: Tensor) -> None:
-        self._tokens = pinned[: len(tokens)]
-        self._tokens.copy_(tokens, non_blocking=True)
+    def place(self, pinned: Tensor) -> Tensor:
+        """Where the host will read its tokens, one for each row."""
+        self._tokens = pinned[: len(self.rows)]
+        return self._tokens
 
     def result(self) -> StepResult:
         if self._result is None:

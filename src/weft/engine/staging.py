@@ -9,8 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-DEPTH = 3  # buffers: one is filled, one is copied, one may still be read
-ALIGNED = 4  # numbers
+from weft.kernels.fetch import fetch, post
+
+DEPTH = 3  # buffers: one is filled, the others may still be read
+ALIGNED = 4  # numbers: what begins at a multiple of them begins at one of 16 bytes
 NOBODY = -1  # the slot of a row or a token that is only there because a graph has a place for it
 
 
@@ -47,68 +49,119 @@ class Tokens(NamedTuple):
 
 
 class Board:
-    """Numbers at fixed places on the device, where graphs find them, for up to `width` things.
+    """Numbers at fixed places on the device, where graphs find them, a row for each kind and up to `width` in a row."""
 
-    `nobody` has what those places hold that nobody has taken, one for each number.
+    def __init__(self, desk: "Desk", number: int, begin: int, nobody: tuple[int, ...], width: int) -> None:
+        self._desk, self._number, self._begin = desk, number, begin
+        self._nobody = np.array(nobody, np.int32)[:, None]
+        self._stride = _aligned(width)
+        self._end = begin + len(nobody) * self._stride
+        self.numbers = desk.numbers[begin : self._end].view(len(nobody), self._stride)[:, :width]
+        self.numbers.copy_(torch.from_numpy(self._nobody))
+
+    def write(self, values: Sequence[NDArray[Any]], padded: int) -> None:
+        """Puts these up, and nobody's behind them up to `padded`."""
+        array = self._desk.host.array[self._begin : self._end].reshape(-1, self._stride)
+        count = len(values[0])
+        for field, numbers in zip(array, values, strict=True):
+            field[:count] = numbers
+        array[:, count:padded] = self._nobody
+        self._desk.note(self._number, padded)
+
+    def segments(self) -> list[tuple[int, int]]:
+        return [(begin, self._number) for begin in range(self._begin, self._end, self._stride)]
+
+
+class Desk:
+    """All boards of a step, one behind the other: what was written on any of them travels at once.
+
+    In front lies, for each board, how much of it was written.
     """
 
-    def __init__(self, nobody: tuple[int, ...], width: int, device: torch.device) -> None:
-        self._nobody = np.array(nobody, np.int32)[:, None]
-        self.numbers = torch.tensor(nobody, dtype=torch.int32, device=device)[:, None].repeat(1, width)
-        self._hosts = cycle([_Host((len(nobody), width)) for _ in range(DEPTH)])
+    def __init__(self, kinds: Sequence[tuple[tuple[int, ...], int]], device: torch.device) -> None:
+        """`kinds` has, for each board, what a place holds that nobody has taken, and its width."""
+        self._head = _aligned(len(kinds))
+        begins = np.cumsum([self._head, *(len(nobody) * _aligned(width) for nobody, width in kinds)]).tolist()
+        self.numbers = torch.zeros(begins[-1], dtype=torch.int32, device=device)
+        self._hosts = cycle([_Host(begins[-1]) for _ in range(DEPTH)])
+        self.host = next(self._hosts)
+        self._most = 0
+        self.boards = [Board(self, number, begins[number], *kind) for number, kind in enumerate(kinds)]
+        segments = [segment for board in self.boards for segment in board.segments()]
+        self._segments = torch.tensor(segments, dtype=torch.int32, device=device)
 
-    def send(self, values: Sequence[NDArray[Any]], padded: int) -> None:
-        """Puts these up, and nobody's behind them up to `padded`."""
-        host = next(self._hosts).free()
-        count = len(values[0])
-        for field, numbers in zip(host.array, values, strict=True):
-            field[:count] = numbers
-        host.array[:, count:padded] = self._nobody
-        host.send(self.numbers)
+    def clear(self) -> None:
+        """Begins another step."""
+        self.host = next(self._hosts).free()
+        self.host.array[: self._head] = 0
+        self._most = 0
+
+    def note(self, board: int, written: int) -> None:
+        self.host.array[board] = written
+        self._most = max(self._most, written)
+
+    def deliver(self) -> None:
+        fetch(self.host.pinned, self._segments, self.numbers, self._most)
+        self.host.sent()
 
 
 class Courier:
-    """Carries whatever else a step needs to new places on the device."""
+    """Carries whatever else a step needs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._hosts = cycle([_Host((1 << 14,)) for _ in range(DEPTH)])
+        self._hosts = cycle([_Host(1 << 14) for _ in range(DEPTH)])
 
     def send(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """Each begins at a multiple of 16 bytes: for another alignment a kernel would be compiled anew, in service."""
-        ends = np.cumsum([-(-len(array) // ALIGNED) * ALIGNED for array in arrays]).tolist()
-        result = torch.empty(ends[-1], dtype=torch.int32, device=self.device)
-        places = [slice(start, start + len(array)) for start, array in zip([0, *ends], arrays, strict=False)]
-        if len(result):
-            host = next(self._hosts).free(len(result))
-            for place, array in zip(places, arrays, strict=True):
-                host.array[place] = array
-            host.send(result)
+        """To new places on the device."""
+        host, places, size = self._pack(arrays)
+        result = torch.empty(size, dtype=torch.int32, device=self.device)
+        if size:
+            result.copy_(host.pinned[:size], non_blocking=True)
+            host.sent()
         return [result[place] for place in places]
+
+    def post(self, places: NDArray[Any], numbers: NDArray[Any], target: Tensor) -> None:
+        """To these places of a flat target; none occurs twice."""
+        host, parts, _ = self._pack((places, numbers))
+        post(host.pinned[parts[0]], host.pinned[parts[1]], target)
+        host.sent()
+
+    def _pack(self, arrays: Sequence[NDArray[Any]]) -> tuple["_Host", list[slice], int]:
+        """Each begins at a multiple of 16 bytes: for another alignment a kernel would be compiled anew, in service."""
+        ends = np.cumsum([_aligned(len(array)) for array in arrays]).tolist()
+        host = next(self._hosts).free(ends[-1])
+        places = [slice(start, start + len(array)) for start, array in zip([0, *ends], arrays, strict=False)]
+        for place, array in zip(places, arrays, strict=True):
+            host.array[place] = array
+        return host, places, ends[-1]
 
 
 class _Host:
     """One of the pinned buffers."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._take(shape)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def __init__(self, size: int) -> None:
+        self._take(size)
+        self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def free(self, size: int = 0) -> "_Host":
         """Waits until it may be filled again, which was long ago but for a device that is three steps behind."""
-        self._copied.synchronize()
+        self._read.synchronize()
         if size > self.array.size:
-            self._take((2 * size,))
+            self._take(2 * size)
         return self
 
-    def send(self, target: Tensor) -> None:
-        source = self._pinned if target.dim() > 1 else self._pinned[: len(target)]
-        target.copy_(source, non_blocking=True)
-        self._copied.record()
+    def sent(self) -> None:
+        """What was launched up to here reads it."""
+        self._read.record()
 
-    def _take(self, shape: tuple[int, ...]) -> None:
-        self._pinned = pinned(*shape)
-        self.array = self._pinned.numpy()
+    def _take(self, size: int) -> None:
+        self.pinned = pinned(size)
+        self.array = self.pinned.numpy()
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED
 
 
 def bits(numbers: NDArray[np.float64]) -> NDArray[np.int32]:
@@ -116,5 +169,5 @@ def bits(numbers: NDArray[np.float64]) -> NDArray[np.int32]:
     return numbers.astype(np.float32).view(np.int32)
 
 
-def pinned(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
+def pinned(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, pin_memory=True)

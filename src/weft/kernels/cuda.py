@@ -32,6 +32,13 @@ class Ends(NamedTuple):
     shares: Tensor  # of their contexts
 
 
+class Keeping(NamedTuple):
+    """A second place for the keys and values of one of the step's prompts: all layers', each token at its position."""
+
+    copy: Tensor  # [layers, 2, L, kv_heads, head_dim]; the last place is for what nobody reads
+    slot: Tensor  # [1] int32: whose; negative: nobody's
+
+
 class CudaAttention:
     """One step's attention (an `Attend`). `slots` and `positions` are each token's, decodes first; `shares` are of the
     decodes' contexts, by window.
@@ -53,11 +60,12 @@ class CudaAttention:
         workspace: Workspace,
         prefills: Prefills | None = None,
         ends: Ends | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
         self.kv, self.tables = kv, tables
         self.slots, self.positions = slots, positions
         self.num_decodes, self.shares, self.workspace = num_decodes, shares, workspace
-        self.prefills, self.ends = prefills, ends
+        self.prefills, self.ends, self.keeping = prefills, ends, keeping
         self._plain: PlainHeads | None = None
 
     def __call__(self, heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,6 +113,7 @@ class CudaAttention:
             heads.kv_heads,
             heads.head_dim,
             q,
+            *(self.keeping.copy[heads.layer], self.keeping.slot) if self.keeping is not None else (),
         )
 
     def _write_plainly(self, heads: Heads, qkv: Tensor) -> Tensor:
@@ -118,6 +127,12 @@ class CudaAttention:
             self._places = torch.where(self.slots < 0, self.kv.num_blocks * size - 1, places)
         q, k, v = self._plain.split(heads, qkv)
         self.kv.write(heads.layer, self._places, k, v)
+        if self.keeping is not None:
+            copy, last = self.keeping.copy[heads.layer], self.keeping.copy.shape[2] - 1
+            places = torch.where(self.slots == self.keeping.slot.clamp(min=0), self.positions, last)
+            places = torch.where(self.keeping.slot < 0, last, places)
+            for target, numbers in zip(copy, (k, v), strict=True):
+                target.index_copy_(0, places.long(), numbers.to(copy.dtype))
         return q.contiguous()
 
 

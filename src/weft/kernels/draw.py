@@ -20,11 +20,13 @@ def draw(
     uniform: Tensor,  # [N] float32 or float64 in [0, 1)
     last_token: Tensor,  # [S] int32 or int64, where each row's token is also written
     slots: Tensor,  # [N] int32: each row's place in last_token; negative: padding, which is written nowhere
+    tokens: Tensor | None = None,  # [N] int32, where to put them; may be the host's pinned memory
 ) -> Tensor:  # [N] int32
     """Tokens from softmax(logits / temperature). A token of probability 0 is never drawn."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
-    tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if tokens is None:
+        tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
         tiles = triton.cdiv(vocab, TILE)
         # Not in one: for another alignment of the second, both kernels would be compiled anew.

@@ -1,6 +1,7 @@
 """Prompts through FlashInfer's paged prefill. It owns the wrappers and what they work with."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -55,6 +56,25 @@ class _Kind(NamedTuple):
         return {"sm_scale": self.scale, "window_left": -1 if self.window is None else self.window - 1}
 
 
+@dataclass(frozen=True)
+class Slices:
+    """Prompts of a step, or parts of prompts: a number of each kind, and a block table, for each."""
+
+    slots: NDArray[np.int64]
+    first: NDArray[np.int64]  # position
+    count: NDArray[np.int64]  # tokens
+    ends: NDArray[np.bool_]  # whether it is read to its end
+    tables: list[NDArray[np.int32]]  # blocks up to its last token
+
+    @property
+    def end(self) -> NDArray[np.int64]:
+        return self.first + self.count
+
+    def part(self, low: int, high: int) -> "Slices":
+        some = slice(low, high)
+        return Slices(self.slots[some], self.first[some], self.count[some], self.ends[some], self.tables[some])
+
+
 class FlashInfer:
     """Two wrappers for each kind of layer and each way, used in turn: planning a step writes into a pinned buffer from
     which the step before may still be copied.
@@ -68,112 +88,78 @@ class FlashInfer:
     """
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, longest: int, device: torch.device
+        self,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        longest: int,
+        device: torch.device,
+        send: Callable[[NDArray[np.int32]], list[Tensor]],
     ) -> None:
+        """`longest` is of a context, in tokens; `send` brings numbers to the device."""
+        self.heads, self.send = heads, send
         self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self._is_hopper = torch.cuda.get_device_capability(device)[0] == 9
         self._all = TILE * sm_count(device)  # queries, counted head by head, that go through attention together
         tokens = min(longest, MOST_GATHERED) if self._is_hopper else 0
         self._gathered = torch.empty((2, tokens, kv_heads, head_dim), dtype=dtype, device=device)
         memory = torch.cuda.get_device_properties(device).total_memory
-        kept = int(MOST_KEPT * memory / (2 * layers * kv_heads * head_dim * dtype.itemsize))
-        self.kept = Kept(torch.empty((layers, 2, min(tokens, kept), kv_heads, head_dim), dtype=dtype, device=device))
+        kept = min(tokens, int(MOST_KEPT * memory / (2 * layers * kv_heads * head_dim * dtype.itemsize)))
+        self.kept = Kept(torch.empty((layers, 2, kept + 1, kv_heads, head_dim), dtype=dtype, device=device))
         self._wrappers: dict[tuple[_Kind, _Way], list[Any]] = {}
         self._turn = 0
 
-    def wave(self, heads: int) -> int:
+    @property
+    def wave(self) -> int:
         """Queries of a slice that read its context together; 0: any number takes its share of the time."""
-        return max(TILE, self._all // heads // TILE * TILE) if self._is_hopper else 0
+        return max(TILE, self._all // self.heads // TILE * TILE) if self._is_hopper else 0
 
-    def prefills(
-        self,
-        kv: KVPool,
-        heads: int,
-        slots: NDArray[np.int64],
-        first: NDArray[np.int64],
-        count: NDArray[np.int64],
-        ends: NDArray[np.bool_],
-        tables: list[NDArray[np.int32]],
-        send: Callable[[NDArray[np.int32]], list[Tensor]],
-    ) -> "Prefills":
-        """For prompts at these positions with these block tables, which are sent to the device; `ends`: which of them
-        are read to their end."""
+    def prefills(self, kv: KVPool, slices: "Slices") -> "Prefills":
+        """For the prompts of a step."""
         self._turn ^= 1
+        self.kept.writing = -1
         parts: list[Part] = []
-        starts = np.concatenate([[0], np.cumsum(count)])
-        begin, end = self._few(heads, first, count)
+        starts = np.concatenate([[0], np.cumsum(slices.count)])
+        begin, end = self._few(slices)
         runs: list[tuple[int, int, _Way | None]] = [
             (0, begin, "divided"),
             (begin, end, None),
-            (end, len(count), "after"),
+            (end, len(slices.count), "after"),
         ]
         for low, high, way in runs:
             if low < high:
-                some = (first[low:high], count[low:high], tables[low:high], send)
+                some = slices.part(low, high)
                 planned: PagedPrefills | GatheredPrefills
                 if way is not None:
-                    planned = self._paged(kv, way, *some)
-                elif high - low == 1 and self.kept.take(
-                    int(slots[low]), int(first[low]), int(count[low]), bool(ends[low])
-                ):
-                    planned = self._gather(kv, self.kept, *some)
+                    planned = PagedPrefills(self, way, kv, some)
+                elif high - low == 1 and self.kept.take(some):
+                    planned = GatheredPrefills(self, kv, some, self.kept)
                 else:
-                    planned = self._many(kv, heads, *some)
+                    planned = self._many(kv, some)
                 parts.append(Part(slice(int(starts[low]), int(starts[high])), planned))
         return Prefills(parts)
 
-    def _few(self, heads: int, first: NDArray[np.int64], count: NDArray[np.int64]) -> tuple[int, int]:
+    def _few(self, slices: "Slices") -> tuple[int, int]:
         """Where the slices begin and end that have many queries, or a short context: before and behind them are few,
         such as the last ones of a long prompt."""
         if not self._is_hopper:
-            return 0, len(count)
+            return 0, len(slices.count)
 
-        def leading(first: NDArray[np.int64], count: NDArray[np.int64]) -> int:
-            fits = int((2 * heads * np.cumsum(count) <= self._all).sum())
-            return fits if ((first + count)[:fits] >= LONG).any() else 0
+        def leading(end: NDArray[np.int64], count: NDArray[np.int64]) -> int:
+            fits = int((2 * self.heads * np.cumsum(count) <= self._all).sum())
+            return fits if (end[:fits] >= LONG).any() else 0
 
-        begin = leading(first, count)
-        return begin, len(count) - leading(first[begin:][::-1], count[begin:][::-1])
+        begin = leading(slices.end, slices.count)
+        return begin, len(slices.count) - leading(slices.end[begin:][::-1], slices.count[begin:][::-1])
 
-    def _paged(
-        self,
-        kv: KVPool,
-        way: _Way,
-        first: NDArray[np.int64],
-        count: NDArray[np.int64],
-        tables: list[NDArray[np.int32]],
-        send: Callable[[NDArray[np.int32]], list[Tensor]],
-    ) -> "PagedPrefills":
-        (blocks,) = send(np.concatenate(tables))
-        return PagedPrefills(self, way, kv, count, first + count, blocks)
-
-    def _many(
-        self,
-        kv: KVPool,
-        heads: int,
-        first: NDArray[np.int64],
-        count: NDArray[np.int64],
-        tables: list[NDArray[np.int32]],
-        send: Callable[[NDArray[np.int32]], list[Tensor]],
-    ) -> "PagedPrefills | GatheredPrefills":
-        reach = int((first + count).sum())
-        if reach <= self._gathered.shape[1] and heads * float((count * (first + count / 2)).sum()) >= WORTH * reach:
-            return self._gather(kv, Passing(self._gathered[:, :reach]), first, count, tables, send)
-        return self._paged(kv, "paged", first, count, tables, send)
-
-    def _gather(
-        self,
-        kv: KVPool,
-        store: "Passing | Kept",
-        first: NDArray[np.int64],
-        count: NDArray[np.int64],
-        tables: list[NDArray[np.int32]],
-        send: Callable[[NDArray[np.int32]], list[Tensor]],
-    ) -> "GatheredPrefills":
-        size, end = kv.block_size, first + count
-        places = [(table[:, None] * size + np.arange(size, dtype=np.int32)).ravel() for table in tables]
-        (device_places,) = send(np.concatenate([place[:used] for place, used in zip(places, end, strict=True)]))
-        return GatheredPrefills(self, kv, count, end, device_places, store)
+    def _many(self, kv: KVPool, slices: "Slices") -> "PagedPrefills | GatheredPrefills":
+        reach = int(slices.end.sum())
+        read = self.heads * float((slices.count * (slices.first + slices.count / 2)).sum())
+        if reach <= self._gathered.shape[1] and read >= WORTH * reach:
+            return GatheredPrefills(self, kv, slices, Passing(self._gathered[:, :reach]))
+        return PagedPrefills(self, "paged", kv, slices)
 
     def wrapper(self, kind: _Kind, way: _Way) -> Any:
         """This turn's."""
@@ -213,19 +199,12 @@ class Prefills:
 class PagedPrefills:
     """Planned when the first layer of a kind asks."""
 
-    def __init__(
-        self,
-        owner: FlashInfer,
-        way: _Way,
-        kv: KVPool,
-        count: NDArray[np.int64],
-        end: NDArray[np.int64],
-        blocks: Tensor,
-    ) -> None:
+    def __init__(self, owner: FlashInfer, way: _Way, kv: KVPool, slices: Slices) -> None:
         self.owner, self.way, self.kv = owner, way, kv
-        pages = -(-end // kv.block_size)
-        self._queries, self._pages, self._blocks = _offsets(count), _offsets(pages), blocks
-        self._last_page = torch.from_numpy((end - (pages - 1) * kv.block_size).astype(np.int32))
+        pages = -(-slices.end // kv.block_size)
+        (self._blocks,) = owner.send(np.concatenate(slices.tables))
+        self._queries, self._pages = _offsets(slices.count), _offsets(pages)
+        self._last_page = torch.from_numpy((slices.end - (pages - 1) * kv.block_size).astype(np.int32))
         self._planned: dict[_Kind, Any] = {}
 
     def attend(self, heads: Heads, q: Tensor, out: Tensor) -> None:
@@ -244,27 +223,29 @@ class PagedPrefills:
 class GatheredPrefills:
     """The same, with all keys and values of a layer where they lie behind each other."""
 
-    def __init__(
-        self,
-        owner: FlashInfer,
-        kv: KVPool,
-        count: NDArray[np.int64],
-        end: NDArray[np.int64],
-        places: Tensor,
-        store: "Passing | Kept",
-    ) -> None:
+    def __init__(self, owner: FlashInfer, kv: KVPool, slices: Slices, store: "Passing | Kept") -> None:
         self.owner, self.kv = owner, kv
         self.way: _Way = store.way
-        self._queries, self._keys = _offsets(count), _offsets(end)
-        self._places, self._store = places, store
+        self._queries, self._keys = _offsets(slices.count), _offsets(slices.end)
+        self._slices, self._store = slices, store
         self._planned: dict[_Kind, Any] = {}
+        self._places: Tensor | None = None
 
     def attend(self, heads: Heads, q: Tensor, out: Tensor) -> None:
         kind = _Kind.of(heads)
         if kind not in self._planned:
             self._planned[kind] = self._plan(kind, q.dtype)
-        k, v = self._store.gather(self.kv, heads.layer, self._places)
+        k, v = self._store.gather(self.kv, heads.layer, self.places)
         self._planned[kind].run(q, k, v, out=out)
+
+    def places(self) -> Tensor:
+        """Of all tokens up to each slice's end: block * block_size + offset."""
+        if self._places is None:
+            within = np.arange(self.kv.block_size, dtype=np.int32)
+            tables = zip(self._slices.tables, self._slices.end.tolist(), strict=True)
+            places = [(table[:, None] * self.kv.block_size + within).ravel()[:end] for table, end in tables]
+            (self._places,) = self.owner.send(np.concatenate(places))
+        return self._places
 
     def _plan(self, kind: _Kind, dtype: torch.dtype) -> Any:
         wrapper = self.owner.wrapper(kind, "gathered")
@@ -280,22 +261,27 @@ class Passing:
     def __init__(self, place: Tensor) -> None:
         self._place = place  # [2, tokens, kv_heads, head_dim]
 
-    def gather(self, kv: KVPool, layer: int, places: Tensor) -> Tensor:
+    def gather(self, kv: KVPool, layer: int, places: Callable[[], Tensor]) -> Tensor:
         for cache, place in zip((kv.k, kv.v), self._place, strict=True):
             # As whole numbers of eight bytes: torch copies one at a time.
             source = cache[layer].flatten(0, 1).flatten(1).view(torch.int64)
-            torch.index_select(source, 0, places, out=place.flatten(1).view(torch.int64))
+            torch.index_select(source, 0, places(), out=place.flatten(1).view(torch.int64))
         return self._place
 
 
 class Kept:
-    """A copy of all keys and values of the prompt that is being read, which grows with each of its slices."""
+    """A copy of all keys and values of the prompt that is being read, which grows with each of its slices.
+
+    Who writes keys and values to the cache writes those of `writing` here as well (see `Keeping`); what was in the
+    cache before, or came there while others were read, is copied from there.
+    """
 
     way: _Way = "kept"
 
     def __init__(self, copy: Tensor) -> None:
-        self._copy = copy  # [layers, 2, tokens, kv_heads, head_dim]
-        self._slot, self._next = -1, 0
+        self.copy = copy  # [layers, 2, tokens + 1, kv_heads, head_dim]
+        self.writing = -1  # the slot whose slice this step reads from here; -1: nobody's
+        self._slot, self._next, self._first = -1, 0, 0
         self._known = [0] * len(copy)  # tokens that are there, by layer: not every step attends in every layer
 
     def forget(self, slot: int | None = None) -> None:
@@ -303,21 +289,24 @@ class Kept:
         if slot is None or slot == self._slot:
             self._slot, self._next = -1, 0
 
-    def take(self, slot: int, first: int, count: int, ends: bool) -> bool:
+    def take(self, slices: Slices) -> bool:
         """Whether a slice is read from here: one that goes on with what is here, or begins what will go on."""
+        slot, first, end = int(slices.slots[0]), int(slices.first[0]), int(slices.end[0])
         goes_on = slot == self._slot and first >= self._next
-        if first + count > self._copy.shape[2] or not (goes_on or not ends):
+        if end >= self.copy.shape[2] or not (goes_on or not slices.ends[0]):
             return False
         if not goes_on:
             self._known = [0] * len(self._known)
-        self._slot, self._next = slot, first + count
+        self.writing = self._slot = slot
+        self._first, self._next = first, end
         return True
 
-    def gather(self, kv: KVPool, layer: int, places: Tensor) -> Tensor:
-        end = len(places)
-        copy_tokens(kv.k[layer], kv.v[layer], places, self._known[layer], self._copy[layer])
-        self._known[layer] = end
-        return self._copy[layer, :, :end]
+    def gather(self, kv: KVPool, layer: int, places: Callable[[], Tensor]) -> Tensor:
+        if self._known[layer] < self._first:
+            before = places()[: self._first]
+            copy_tokens(kv.k[layer], kv.v[layer], before, self._known[layer], self.copy[layer])
+        self._known[layer] = self._next
+        return self.copy[layer, :, : self._next]
 
 
 def _offsets(lengths: NDArray[np.int64]) -> Tensor:

@@ -108,11 +108,15 @@ def norm_rope_write(
     kv_heads: int,
     head_dim: int,
     q: Tensor | None = None,  # where the queries go; None: a new tensor
+    copy: Tensor | None = None,  # [2, L, kv_heads, head_dim]: keys and values of one slot's tokens go there as well,
+    copied: Tensor | None = None,  # [1] int32: of this one's, each to its position; negative: nobody's
 ) -> Tensor:
     """Norms and rotates queries and keys, writes keys and values to the cache, and returns the queries.
 
     Queries come back as [T, heads, head_dim].
     """
+    assert (copy is None) == (copied is None)
+    assert copy is None or copy[0].is_contiguous()
     tokens = qkv.shape[0]
     if q is None:
         q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -137,9 +141,12 @@ def norm_rope_write(
             block_tables,
             slots,
             positions,
+            qkv if copy is None else copy,
+            slots if copied is None else copied,
             eps,
             qkv.stride(0),
             block_tables.stride(0),
+            0 if copy is None else copy.stride(0),
             *k_cache.stride()[:3],
             *v_cache.stride()[:3],
             HEADS=heads,
@@ -149,6 +156,7 @@ def norm_rope_write(
             BLOCK_SIZE=k_cache.shape[1],
             Q_NORM=q_weight is not None,
             K_NORM=k_weight is not None,
+            COPY=copy is not None,
             TILE_HEADS=tile_heads,
             TILE_HALF=triton.next_power_of_2(half),
             TILE_REST=triton.next_power_of_2(rest) if rest else 0,
@@ -220,9 +228,12 @@ def _norm_rope_write(
     block_tables,
     slots,
     positions,
+    copy,
+    copied,
     eps,
     qkv_stride,
     tables_stride,
+    copy_stride,
     k_block_stride,
     k_place_stride,
     k_head_stride,
@@ -236,6 +247,7 @@ def _norm_rope_write(
     BLOCK_SIZE: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    COPY: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     TILE_HALF: tl.constexpr,
     TILE_REST: tl.constexpr,
@@ -294,6 +306,12 @@ def _norm_rope_write(
     turned_b = tl.where(is_v[:, None], b, b * cos + a * sin)
     _scatter(turned_a, columns, low, to_q, to_k, to_v, is_q, write_k, write_v)
     _scatter(turned_b, HALF + columns, low, to_q, to_k, to_v, is_q, write_k, write_v)
+    if COPY:
+        mine = owned & (slot == tl.load(copied))
+        to_copy = copy + position.to(tl.int64) * (KV_HEADS * DIM) + (heads - HEADS) * DIM
+        to_copy += tl.where(is_v, copy_stride - KV_HEADS * DIM, 0)
+        _store(turned_a, columns, low, to_copy, (is_k | is_v) & mine)
+        _store(turned_b, HALF + columns, low, to_copy, (is_k | is_v) & mine)
     if TILE_REST > 0:
         others = 2 * HALF + tl.arange(0, TILE_REST)
         rest = tl.load(
@@ -303,6 +321,8 @@ def _norm_rope_write(
             weights = _weights(q_weight, k_weight, others, others < DIM, is_q, is_k, Q_NORM, K_NORM)
             rest = rest * scale[:, None] * weights
         _scatter(rest, others, others < DIM, to_q, to_k, to_v, is_q, write_k, write_v)
+        if COPY:
+            _store(rest, others, others < DIM, to_copy, (is_k | is_v) & mine)
 
 
 @triton.jit
@@ -321,10 +341,16 @@ def _weights(q_weight, k_weight, columns, inside, is_q, is_k, Q_NORM: tl.constex
 @triton.jit
 def _scatter(values, columns, inside, to_q, to_k, to_v, is_q, is_k, is_v):
     """Stores each head's columns to where its kind belongs."""
-    values = values.to(to_q.dtype.element_ty)
-    tl.store(to_q[:, None] + columns[None, :], values, mask=is_q[:, None] & inside[None, :])
-    tl.store(to_k[:, None] + columns[None, :], values, mask=is_k[:, None] & inside[None, :])
-    tl.store(to_v[:, None] + columns[None, :], values, mask=is_v[:, None] & inside[None, :])
+    _store(values, columns, inside, to_q, is_q)
+    _store(values, columns, inside, to_k, is_k)
+    _store(values, columns, inside, to_v, is_v)
+
+
+@triton.jit
+def _store(values, columns, inside, to, some):
+    """Stores the columns of some heads."""
+    values = values.to(to.dtype.element_ty)
+    tl.store(to[:, None] + columns[None, :], values, mask=some[:, None] & inside[None, :])
 
 
 def copy_tokens(k_cache: Tensor, v_cache: Tensor, places: Tensor, begin: int, to: Tensor) -> None:
