@@ -1,37 +1,51 @@
-"""What comes free: seats and memory in a second."""
-
-import math
+"""What comes free where memory is scarce."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.room import NOTHING, PLENTY, Room, Turnover
+from weft.core.room import FEWEST, MEMORY, SCARCE, Turnover
 
 
-@given(st.floats(-1e6, 1e6), st.integers(2, 200), st.integers(0, 50), st.integers(0, 10**5))
-def test_a_steady_turnover_is_known_from_its_first_second_on(start: float, count: int, seats: int, tokens: int) -> None:
+@given(st.integers(FEWEST + 1, 400), st.floats(0.001, 0.1), st.integers(100, 10**5), st.integers(0, 50))
+def test_a_steady_turnover_is_known_as_soon_as_enough_have_ended(
+    count: int, seconds: float, tokens: int, grown: int
+) -> None:
     turnover = Turnover()
-    for number in range(count + 1):  # ten in a second
-        turnover.add(start + number / 10, seats if number else 0, tokens if number else 0)
-    found = turnover.rate(start + count / 10)
-    assert found.seats == pytest.approx(10 * seats, rel=0.01)
-    assert found.tokens == pytest.approx(10 * tokens, rel=0.01)
+    for _ in range(count):
+        turnover.ended(tokens)
+        turnover.step(seconds, grown, free=SCARCE / 2)
+    if FEWEST * seconds < MEMORY / 10:
+        assert turnover.rate == pytest.approx((tokens - grown) / seconds)
 
 
-def test_what_ended_is_forgotten_and_nothing_comes_free_where_more_is_taken() -> None:
+def test_nothing_is_known_of_scarce_memory_while_there_is_plenty() -> None:
     turnover = Turnover()
-    assert turnover.rate(5.0) == NOTHING
-    turnover.add(0.0, 0, 0)
-    turnover.add(1.0, 3, -50)
-    assert turnover.rate(1.0).seats > 2
-    assert turnover.rate(1.0).tokens == 0
-    assert turnover.rate(100.0).seats < 0.01
+    for _ in range(100):
+        turnover.ended(1000)
+        turnover.step(0.1, 10, free=0.5)
+    assert turnover.rate is None
+    for _ in range(FEWEST - 1):
+        turnover.ended(1000)
+        turnover.step(0.01, 10, free=0.1)
+    assert turnover.rate is None, "one more has to end"
 
 
-def test_what_is_lacking_longest_counts() -> None:
-    assert Room(1, 100).without(40) == Room(0, 60)
-    assert Room(0, 60).lacking(NOTHING) == 0
-    assert Room(-1, -100).lacking(Room(2, 10)) == 10
-    assert Room(-1, 60).lacking(NOTHING) == math.inf
-    assert PLENTY.without(10**9) == PLENTY
+def test_nothing_comes_free_where_more_is_taken() -> None:
+    turnover = Turnover()
+    for _ in range(50):
+        turnover.ended(10)
+        turnover.step(0.01, 20, free=0.1)
+    assert turnover.rate is None
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    turnover = Turnover()
+    for tokens in (100, 900):
+        for _ in range(1000):
+            turnover.ended(tokens)
+            turnover.step(0.1, 0, free=0.1)
+    assert turnover.rate == pytest.approx(9000, rel=0.01)
+    for _ in range(1000):
+        turnover.step(0.1, 0, free=0.1)
+    assert turnover.rate is None

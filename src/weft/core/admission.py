@@ -7,12 +7,12 @@ from typing import NamedTuple, Protocol
 from weft.core.budget import BATCH_SHARE, Allowance, StepLoad, least_step
 from weft.core.cost import CostModel, StepShape, decodes_alone
 from weft.core.request import Request, State
-from weft.core.room import Room
 
 MEMORY = 30.0  # seconds over which the load is averaged
 QUIET = 0.25  # load up to which a step may be cut short for any first token; above,
 WORTH = 0.5  # only where that costs no more than this share of the request's own work
 MOST_LOAD = 0.85  # more than this is not believed
+HOPE = 2.0  # times as fast as of late memory may come free; who would be late even so is hopeless
 
 
 class Prefill(NamedTuple):
@@ -97,7 +97,7 @@ class PromiseKeepers:
 
     def _minds(self, request: Request, newcomer: Request) -> bool:
         """Whether a newcomer must not make this one late. It may, where that one's tenant loads the device more."""
-        if request.batch or request.rank[:2] > newcomer.rank[:2]:
+        if request.batch or request.rank[:2] > newcomer.rank[:2] or request.first_token is not None:
             return False
         return request.tenant == newcomer.tenant or self._loads.of(request.tenant) <= self._loads.of(newcomer.tenant)
 
@@ -107,8 +107,8 @@ class PromiseKeepers:
             return False
         pace = self.allowance.pace(self.cost, load.shape.decodes, load.shape.context, load.gap, first)
         seconds = self.cost.coefficients.prefill_seconds(first, count) * self.cost.bias
-        start = room_at(load, load.free.without(count))
-        end = start + (seconds / pace if pace > 0 else seconds)  # decodes that fill the step now may end
+        wait = memory_wait(request, count, load.free, load.freed) / HOPE
+        end = load.start + wait + (seconds / pace if pace > 0 else seconds)  # decodes that fill the step now may end
         if end <= request.due:
             return False
         request.predicted_ttft = end - request.arrival
@@ -128,8 +128,8 @@ class _Walk:
         self.crowded = load.crowded
         # Who decodes now must have ended by then; until then none is assumed to.
         self.present = load.shape
-        self.drained = drained_at(load)
-        self.load, self.free = load, load.free
+        self.drained = load.start + load.longest * load.gap if load.longest else load.start
+        self.free, self.freed = load.free, load.freed
         self.step = 0.0  # seconds of the last step of the prompt that was just read
         self.reach = 0  # tokens of context that this step read
 
@@ -140,9 +140,7 @@ class _Walk:
         """
         request, first, count = prefill
         reach = first + count  # read by each of its slices at most
-        if request.state is State.WAITING:  # the others have their seat, and their memory was counted
-            self.free = self.free.without(count)
-            self.clock = max(self.clock, room_at(self.load, self.free))
+        self._wait_for_memory(request, count)
         if not self._can(request, reach) and self.clock < self.drained < math.inf:
             self._drain()
         if not self._can(request, reach):
@@ -158,6 +156,12 @@ class _Walk:
             self.decodes, self.gap = self.decodes + 1, min(self.gap, request.gap_target)
         self.reach = reach
         return seconds
+
+    def _wait_for_memory(self, request: Request, count: int) -> None:
+        if request.state is State.WAITING:  # what the others need was counted
+            self.clock = max(self.clock, self.start + memory_wait(request, count, self.free, self.freed))
+            if request.max_tokens > 1 and not request.sibling:
+                self.free -= count
 
     def first_token(self, request: Request, seconds: float, busy: float) -> float:
         """When the prompt that was just read brings its first token: at the end of a step, whatever else that carries.
@@ -197,15 +201,11 @@ class _Walk:
             self.gap = math.inf
 
 
-def drained_at(load: StepLoad) -> float:
-    """When all who decode now must have ended."""
-    return load.start + load.longest * load.gap if load.longest else load.start
-
-
-def room_at(load: StepLoad, free: Room) -> float:
-    """When there is a seat and memory for those who would be without, `free` being what is left after them."""
-    lacking = free.lacking(load.freed)
-    return min(load.start + lacking, max(load.start, drained_at(load))) if lacking else load.start
+def memory_wait(request: Request, count: int, free: float, freed: float | None) -> float:
+    """Seconds that a prompt waits for memory, where it lacks some and it is known how fast that comes free."""
+    if freed is None or request.sibling:
+        return 0.0  # completions of one prompt share it
+    return max(0.0, count - free) / freed
 
 
 class _Loads:

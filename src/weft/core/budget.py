@@ -4,7 +4,6 @@ import math
 from typing import NamedTuple, Protocol
 
 from weft.core.cost import CostModel, StepShape
-from weft.core.room import NOTHING, PLENTY, Room
 
 IDLE_STEP = 0.25  # seconds a step may take where nobody decodes, so that a newcomer never waits behind an enormous one
 LEAST_SLICE = 16  # tokens
@@ -21,8 +20,8 @@ class StepLoad(NamedTuple):
     longest: int = 0  # tokens that the one of them with most to write may still write
     crowded: bool = False  # whether batch requests, which are not counted here, decode beside them
     wish: float = math.inf  # seconds; the tightest gap that one of them wishes for beyond what all are promised
-    free: Room = PLENTY  # that newcomers find
-    freed: Room = NOTHING  # what comes free in a second
+    free: float = math.inf  # tokens of KV memory that newcomers find
+    freed: float | None = None  # tokens that come free in a second; None: not known
 
 
 class Budget(Protocol):

@@ -1,52 +1,40 @@
-"""Room: seats and KV memory that newcomers find, and how fast they come free."""
+"""Room: how fast KV memory comes free where it is scarce."""
 
 import math
-from typing import NamedTuple
 
-MEMORY = 10.0  # seconds over which it is averaged what comes free
-
-
-class Room(NamedTuple):
-    seats: float
-    tokens: float  # of KV cache
-
-    def without(self, tokens: float) -> "Room":
-        """After one more has sat down, with so many tokens."""
-        return Room(self.seats - 1, self.tokens - tokens)
-
-    def lacking(self, freed: "Room") -> float:
-        """Seconds until nothing is lacking any more, where so much comes free in a second; 0 where nothing is."""
-        seconds = 0.0
-        for left, rate in zip(self, freed, strict=True):
-            if left < 0:
-                seconds = max(seconds, -left / rate if rate > 0 else math.inf)
-        return seconds
-
-
-PLENTY = Room(math.inf, math.inf)
-NOTHING = Room(0.0, 0.0)
+SCARCE = 0.25  # of the memory: with less of it free, what comes free is counted
+MEMORY = 10.0  # seconds of steps with scarce memory over which it is averaged
+FEWEST = 8  # ends, of late, without which nothing is known
 
 
 class Turnover:
-    """What came free in a second, of late: by requests that ended, less what those who decode have taken."""
+    """What those who ended gave back, less what those who decode have taken, in a second of steps with scarce memory.
+
+    Only of these: what an idle device or an empty cache gives back says nothing of a full one.
+    """
 
     def __init__(self) -> None:
-        self._seats = self._tokens = 0.0  # decaying sums
-        self._since = self._at = -math.inf  # seconds on the scheduler's clock
+        self._tokens = self._seconds = self._ends = 0.0  # decaying sums
+        self._given = self._left = 0  # tokens and ends since the last step
 
-    def add(self, now: float, seats: int, tokens: int) -> None:
-        if self._since == -math.inf:
-            self._since = self._at = now
-        factor = math.exp(min(0.0, self._at - now) / MEMORY)
-        self._at = max(now, self._at)
-        self._seats = self._seats * factor + seats
-        self._tokens = self._tokens * factor + tokens
+    def ended(self, tokens: int) -> None:
+        """One that ran has ended, by itself or not, and gave so much back that nobody else holds."""
+        self._given += tokens
+        self._left += 1
 
-    def rate(self, now: float) -> Room:
-        """None of it is negative."""
-        if now <= self._since:
-            return NOTHING
-        # A sum that decays holds what came in so many seconds; fewer where it has not been at it for that long.
-        seconds = MEMORY * -math.expm1((self._since - now) / MEMORY)
-        factor = math.exp(min(0.0, self._at - now) / MEMORY)
-        return Room(self._seats * factor / seconds, max(0.0, self._tokens * factor / seconds))
+    def step(self, seconds: float, grown: int, free: float) -> None:
+        """A step took so long, and those who decode have `grown` tokens more; `free` is a share of the memory."""
+        given, left = self._given, self._left
+        self._given = self._left = 0
+        if free < SCARCE:
+            factor = math.exp(-seconds / MEMORY)
+            self._tokens = self._tokens * factor + given - grown
+            self._seconds = self._seconds * factor + seconds
+            self._ends = self._ends * factor + left
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens that come free in a second; None where it is not known."""
+        if self._ends < FEWEST or self._tokens <= 0 or self._seconds <= 0:
+            return None
+        return self._tokens / self._seconds

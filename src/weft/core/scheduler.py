@@ -21,7 +21,7 @@ from weft.core.policies import Policy
 from weft.core.prefix import PrefixCache
 from weft.core.queue import Queue, Turns, line_up, service_of
 from weft.core.request import Request, State
-from weft.core.room import PLENTY, Room, Turnover
+from weft.core.room import Turnover
 from weft.core.slots import Slots
 from weft.core.step import BlockUpdates, Outcome, StepPlan, StepRecord
 from weft.core.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT, Account, Tenants
@@ -124,7 +124,7 @@ class Scheduler:
                 self.queue.remove(request)
             self._end(request, reason, now)
         elif request.state is State.RUNNING:
-            self._unseat(request)
+            self._leave(request)
             self._end(request, reason, now)
             self._retire_slots()
 
@@ -170,15 +170,13 @@ class Scheduler:
         for request in outcome.filled:
             if request.state is State.RUNNING:
                 self._name_blocks(request, len(request.hashes))
-        seats, blocks = len(self.running), self.pool.num_free
         for request, finish_reason in outcome.finished:
             if request.state is State.WAITING:  # preempted while this step was in flight
                 self.queue.remove(request)
             else:
-                self._unseat(request)
+                self._leave(request)
             self._end(request, finish_reason, finished)
-        freed = (self.pool.num_free - blocks) * self.block_size
-        self._turnover.add(finished, seats - len(self.running), freed - plan.num_decodes)
+        self._turnover.step(finished - started, plan.num_decodes, self.pool.num_free / self.pool.num_blocks)
         self._retire_slots()
         self.policy.observe(plan.shape, plan.predicted, finished - started)
         if plan.number == self._steps:
@@ -401,13 +399,8 @@ class Scheduler:
         firm = decodes[~self.slots.batch[decodes]]
         found = self._load(firm, load.start)
         left = int((self.slots.limit[firm] - self.slots.known[firm]).max()) if len(firm) else 0
-        room = Room(self.max_num_seqs - len(self.running), self._unclaimed(NOBODY) * self.block_size)
-        return found._replace(
-            longest=left,
-            crowded=len(firm) < len(decodes),
-            free=room if self.running else PLENTY,
-            freed=self._turnover.rate(load.start),
-        )
+        free = self._unclaimed(NOBODY) * self.block_size if self.running else math.inf
+        return found._replace(longest=left, crowded=len(firm) < len(decodes), free=free, freed=self._turnover.rate)
 
     def _take_cached(self, request: Request) -> None:
         """Appends the blocks that others have computed (or have planned to) since the last look."""
@@ -572,8 +565,8 @@ class Scheduler:
         return self.policy.admission.is_hopeless(self._left_of(request), self._load_for(request, load))
 
     def _load_for(self, request: Request, load: StepLoad) -> StepLoad:
-        """As a request sees it: where others may have to give way to it, it does not wait for room."""
-        return load._replace(free=PLENTY) if self._somebody_may_give_way(request) else load
+        """As a request sees it: where others may have to give way to it, it does not wait for memory."""
+        return load._replace(free=math.inf) if self._somebody_may_give_way(request) else load
 
     def _refuse(self, request: Request, now: float) -> None:
         self.queue.remove(request)
@@ -639,6 +632,12 @@ class Scheduler:
         request.blocks = []
         request.named = 0
         self._leaving.append(request)
+
+    def _leave(self, request: Request) -> None:
+        """One that ran goes for good."""
+        free = self.pool.num_free
+        self._unseat(request)
+        self._turnover.ended((self.pool.num_free - free) * self.block_size)
 
     def _retire_slots(self) -> None:
         """Slots given up in the making of a plan are reused only by later ones, and only when no step names them."""
