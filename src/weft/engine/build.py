@@ -130,10 +130,10 @@ def _on_gpu(options: EngineOptions, model: "CausalLM", longest: int, device: "to
 
     from weft.engine.cuda_executor import CudaExecutor, Limits
 
-    # With a workspace cuBLAS clears a counter in it before its larger products, and everything waits for that: 1% of a
-    # step of 512 tokens (Llama-3-8B on an H200).
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # torch warns of one that is larger than the other
+    if torch.cuda.get_device_capability(device)[0] == 9 and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        # With a workspace cuBLAS clears a counter in it before its larger products, and everything waits for that: 1%
+        # of a mixed step of 512 tokens (Llama-3-8B on an H200). Torch warns if the second is larger than the first.
+        os.environ.update(CUBLAS_WORKSPACE_CONFIG=":0:0", CUBLASLT_WORKSPACE_SIZE="0")
     slots = Slots.size_for(options.max_num_seqs)
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, longest, slots)
     executor = CudaExecutor(model, _pool(options, model, 1, device), limits, device=device)

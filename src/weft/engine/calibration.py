@@ -131,6 +131,7 @@ def calibration_file(
         torch.get_num_threads(),
         torch.backends.mkldnn.enabled,
         os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
         __version__,
         _installed("triton"),
         _installed("flashinfer-python"),

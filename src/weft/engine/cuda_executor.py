@@ -1,8 +1,8 @@
 """CudaExecutor: runs plans on a GPU. Nothing here waits for the device but `result`.
 
-A step is: its numbers copied from pinned buffers; a captured graph replayed, or, for large steps, all layers launched
-one by one; one token a row drawn, which stays on the device, where the next step finds it. A copy of the tokens travels
-back while the next step is planned.
+A step is: its numbers read from pinned buffers; a captured graph replayed, or, for large steps, all layers launched one
+by one; one token a row drawn, which stays on the device, where the next step finds it, and is written to pinned memory,
+where the host does.
 """
 
 import gc
@@ -85,7 +85,8 @@ class CudaExecutor:
         if flashinfer.is_usable(config.head_dim, model.dtype):
             kind = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, model.dtype)
             self._flashinfer = flashinfer.FlashInfer(*kind, limits.max_model_len, device, self._courier.send)
-            self._keeping = Keeping(self._flashinfer.kept.copy, self._kept_board.numbers[0])
+            if self._flashinfer.kept.capacity:
+                self._keeping = Keeping(self._flashinfer.kept.copy, self._kept_board.numbers[0])
         self._decodes: dict[int, Whole] = {}
         self._mixed: dict[int, Pieces] = {}
         wave = 0 if self._flashinfer is None else self._flashinfer.wave
@@ -111,6 +112,7 @@ class CudaExecutor:
             self._pending = None  # it knows us, and we know it
             self._decodes.clear()
             self._mixed.clear()
+            self._flashinfer = self._keeping = None
             del self.model, self.kv  # the next engine needs their memory, whoever still holds this one
 
     @torch.inference_mode()

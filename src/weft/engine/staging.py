@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.kernels.fetch import fetch, post
 
+MOST_SENT = 5  # times that a courier goes in a step: block tables, tokens, and what three ways of attention read
 DEPTH = 3  # buffers: one is filled, the others may still be read
 ALIGNED = 4  # numbers: what begins at a multiple of them begins at one of 16 bytes
 NOBODY = -1  # the slot of a row or a token that is only there because a graph has a place for it
@@ -110,7 +111,7 @@ class Courier:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._hosts = cycle([_Host(1 << 14) for _ in range(DEPTH)])
+        self._hosts = cycle([_Host(1 << 14) for _ in range(MOST_SENT * DEPTH)])
 
     def send(self, *arrays: NDArray[Any]) -> list[Tensor]:
         """To new places on the device."""

@@ -125,14 +125,15 @@ class CudaAttention:
             # A token that is nobody's is written where nobody reads: the last place of the pool.
             places = blocks * size + self.positions % size
             self._places = torch.where(self.slots < 0, self.kv.num_blocks * size - 1, places)
+            if self.keeping is not None:
+                is_kept = (self.slots == self.keeping.slot) & (self.slots >= 0)
+                last = self.keeping.copy.shape[2] - 1
+                self._kept_places = torch.where(is_kept, self.positions, last).long()
         q, k, v = self._plain.split(heads, qkv)
         self.kv.write(heads.layer, self._places, k, v)
         if self.keeping is not None:
-            copy, last = self.keeping.copy[heads.layer], self.keeping.copy.shape[2] - 1
-            places = torch.where(self.slots == self.keeping.slot.clamp(min=0), self.positions, last)
-            places = torch.where(self.keeping.slot < 0, last, places)
-            for target, numbers in zip(copy, (k, v), strict=True):
-                target.index_copy_(0, places.long(), numbers.to(copy.dtype))
+            for target, numbers in zip(self.keeping.copy[heads.layer], (k, v), strict=True):
+                target.index_copy_(0, self._kept_places, numbers.to(target.dtype))
         return q.contiguous()
 
 

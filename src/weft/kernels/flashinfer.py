@@ -284,6 +284,11 @@ class Kept:
         self._slot, self._next, self._first = -1, 0, 0
         self._known = [0] * len(copy)  # tokens that are there, by layer: not every step attends in every layer
 
+    @property
+    def capacity(self) -> int:
+        """Tokens; behind them lies one more place, for what nobody reads."""
+        return self.copy.shape[2] - 1
+
     def forget(self, slot: int | None = None) -> None:
         """Somebody else has the slot now; without one: all that is in the cache is another's."""
         if slot is None or slot == self._slot:
@@ -293,7 +298,7 @@ class Kept:
         """Whether a slice is read from here: one that goes on with what is here, or begins what will go on."""
         slot, first, end = int(slices.slots[0]), int(slices.first[0]), int(slices.end[0])
         goes_on = slot == self._slot and first >= self._next
-        if end >= self.copy.shape[2] or not (goes_on or not slices.ends[0]):
+        if end > self.capacity or not (goes_on or not slices.ends[0]):
             return False
         if not goes_on:
             self._known = [0] * len(self._known)
