@@ -32,11 +32,11 @@ class Traffic:
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
         torch.manual_seed(seed)
-        sizes: dict[str, Any] = {"num_blocks": SLOTS * COLUMNS + 1, "block_size": BLOCK, "num_kv_heads": KV_HEADS}
+        sizes: dict[str, Any] = {"num_blocks": (SLOTS + 1) * COLUMNS + 1, "block_size": BLOCK, "num_kv_heads": KV_HEADS}
         self.kv = KVPool(num_layers=LAYERS, head_dim=DIM, dtype=torch.float32, device=DEVICE, **sizes)
         for cache in (*self.kv.k, *self.kv.v):
             cache.normal_()
-        self.tables = self.random.permutation(SLOTS * COLUMNS).astype(np.int32).reshape(SLOTS, COLUMNS)
+        self.tables = self.random.permutation((SLOTS + 1) * COLUMNS).astype(np.int32).reshape(SLOTS + 1, COLUMNS)
         copy = torch.full((LAYERS, 2, CAPACITY + 1, KV_HEADS, DIM), torch.nan, device=DEVICE)
         self.kept, self.slot = Kept(copy), torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
         self.read, self.length = [0] * SLOTS, [0] * SLOTS
@@ -48,6 +48,7 @@ class Traffic:
             if self.read[slot] == self.length[slot] or random.random() < 0.06:
                 self.length[slot] = int(random.integers(2, COLUMNS * BLOCK))
                 self.read[slot] = int(random.choice([0, 0, random.integers(self.length[slot])]))
+                self.tables[[slot, SLOTS]] = self.tables[[SLOTS, slot]]  # other blocks, with something else in them
                 self.kept.forget(slot)
         chosen = random.permutation(SLOTS)[: random.choice([1, 1, 2, 3])]
         slices = [(slot, self.read[slot], self._count(slot)) for slot in chosen.tolist()]
