@@ -45,9 +45,9 @@ class Traffic:
     def step(self, norm: HeadNorm, rotation: Rotation) -> None:
         random = self.random
         for slot in range(SLOTS):
-            if self.read[slot] == self.length[slot] or random.random() < 0.06:
+            if self.read[slot] == self.length[slot] or random.random() < 0.25:
                 self.length[slot] = int(random.integers(2, COLUMNS * BLOCK))
-                self.read[slot] = int(random.choice([0, 0, random.integers(self.length[slot])]))
+                self.read[slot] = int(random.choice([0, random.integers(self.length[slot])]))
                 self.tables[[slot, SLOTS]] = self.tables[[SLOTS, slot]]  # other blocks, with something else in them
                 self.kept.forget(slot)
         chosen = random.permutation(SLOTS)[: random.choice([1, 1, 2, 3])]
