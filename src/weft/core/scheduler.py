@@ -21,10 +21,10 @@ from weft.core.policies import Policy
 from weft.core.prefix import PrefixCache
 from weft.core.queue import Queue, Turns, line_up, service_of
 from weft.core.request import Request, State
-from weft.core.room import Turnover
 from weft.core.slots import Slots
 from weft.core.step import BlockUpdates, Outcome, StepPlan, StepRecord
 from weft.core.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT, Account, Tenants
+from weft.core.turnover import Turnover
 from weft.errors import QueueFullError, RequestError
 
 NOBODY: frozenset[Request] = frozenset()

@@ -1,4 +1,4 @@
-"""What a reviewer found: figures that said something else than they meant, and requests that went missing."""
+"""What is counted of requests, and how: in the window, late, failed, interrupted, longer than asked for."""
 
 import asyncio
 import contextlib

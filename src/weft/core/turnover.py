@@ -1,4 +1,4 @@
-"""Room: how fast KV memory comes free where it is scarce."""
+"""How fast KV memory comes free where it is scarce."""
 
 import math
 
