@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.engine.sampling import hashed_uniform
 from weft.kernels import decode, draw, fetch, fused, matvec, ops, shares
 
 Check = Callable[[torch.device, torch.dtype], None]
@@ -106,25 +107,48 @@ def check_copy_tokens(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def check_fetch(device: torch.device, dtype: torch.dtype) -> None:
-    """From the host's memory, as it is at that moment."""
-    host = torch.zeros(4000, dtype=torch.int32)
+    """From the host's memory, as it is at that moment; one buffer after the other."""
+    host = torch.zeros((3, 4000), dtype=torch.int32)
     host = host.pin_memory() if device.type == "cuda" else host
-    segments = [(4, 0), (24, 1), (44, 1), (64, 2)]  # where they begin, and where their lengths are
-    table = torch.tensor(segments, dtype=torch.int32, device=device)
-    for lengths in ((3, 20, 0), (0, 7, 3900), (0, 0, 0), (20, 20, 1)):
+    ring = fetch.Ring(host, torch.zeros(2, dtype=torch.int32, device=device))
+    segments = [
+        (4, 0),
+        (24, 1),
+        (44, 1),
+        (64, 2),
+        (3900, 3),
+        (3950, 3),
+    ]  # where they begin, and where their lengths are
+    parts = torch.tensor(segments, dtype=torch.int32, device=device)
+    table = torch.zeros(300, dtype=torch.int32, device=device)
+    expected_table = table.cpu()
+    for turn, lengths in enumerate(((3, 20, 0, 1), (0, 7, 3800, 50), (0, 0, 0, 0), (20, 20, 1, 0), (1, 0, 700, 9))):
         found = torch.full((4000,), -1, dtype=torch.int32, device=device)
         expected = found.cpu()
-        host.copy_(torch.randint(0, 10**9, (4000,), dtype=torch.int32))
-        host[:3] = torch.tensor(lengths)
-        fetch.fetch(host, table, found, max(lengths))
-        for begin, at in segments:
-            expected[begin : begin + lengths[at]] = host[begin : begin + lengths[at]]
+        host.copy_(torch.randint(0, 10**9, host.shape, dtype=torch.int32))
+        page = host[turn % 3]
+        page[:4] = torch.tensor(lengths)
+        page[3900:3950] = torch.randperm(300)[:50]
+        fetch.fetch(ring, parts, found, table, max(lengths))
+        for begin, at in segments[:-2]:
+            expected[begin : begin + lengths[at]] = page[begin : begin + lengths[at]]
         assert torch.equal(found.cpu(), expected)
-        places = host[: lengths[2]]
-        places.copy_(torch.randperm(4000)[: len(places)])
-        fetch.post(places, host[-len(places) :] if len(places) else places, found)
-        if len(places):
-            expected[places.long()] = host[-len(places) :]
+        news = lengths[3]
+        expected_table[page[3900 : 3900 + news].long()] = page[3950 : 3950 + news]
+        assert torch.equal(table.cpu(), expected_table)
+        assert ring.state.tolist() == [(turn + 1) % 3, 0]
+
+
+def check_post(device: torch.device, dtype: torch.dtype) -> None:
+    host = torch.randint(0, 10**9, (2000,), dtype=torch.int32)
+    host = host.pin_memory() if device.type == "cuda" else host
+    for count in (0, 1, 900):
+        found = torch.zeros(3000, dtype=torch.int32, device=device)
+        places, numbers = host[:count], host[1000 : 1000 + count]
+        places.copy_(torch.randperm(3000)[:count])
+        fetch.post(places, numbers, found)
+        expected = torch.zeros(3000, dtype=torch.int32)
+        expected[places.long()] = numbers
         assert torch.equal(found.cpu(), expected)
 
 
@@ -171,15 +195,13 @@ def check_draw(device: torch.device, dtype: torch.dtype) -> None:
         logits[4, : vocab // 2 + 1] = -torch.inf
         logits[5, [1, vocab - 1]] = logits[5].max() + 1
         temperature = torch.tensor([0.0, 1.0, 5.0, 0.7, 1e-5, 0.0, 0.3, 1.0, 2.0, 1.0, 1.0, 5.0], device=device)
-        uniform = torch.rand(rows, device=device)
-        uniform[7], uniform[8], uniform[2], uniform[9] = 0.0, 1 - 2.0**-24, 1 - 2.0**-24, 1.0
+        uniform = torch.rand(rows, dtype=torch.float64)
+        uniform[7], uniform[8], uniform[2], uniform[9] = 0.0, 1 - 2.0**-32, 1 - 2.0**-32, 1 - 2.0**-24
         _check_draw(logits, temperature, uniform)
-        _check_draw(logits, temperature, uniform.double())
         _check_draw(logits, torch.zeros_like(temperature), uniform)
     hopeless = torch.full((2, 3000), -torch.inf, dtype=dtype, device=device)
     hopeless[1] = NAN
-    slots = torch.zeros(2, dtype=torch.int32, device=device)
-    tokens = draw.draw(hopeless, torch.ones(2, device=device), torch.rand(2, device=device), slots.clone(), slots)
+    tokens = _draw(hopeless, torch.ones(2, device=device), _noise(torch.rand(2), device))
     assert int(tokens.min()) >= 0
     assert int(tokens.max()) < 3000
 
@@ -214,6 +236,7 @@ CHECKS: tuple[Check, ...] = (
     check_silu_mul,
     check_norm_rope_write,
     check_fetch,
+    check_post,
     check_decode,
     check_decode_tilings,
     check_decode_merges,
@@ -280,13 +303,19 @@ def _shares(device: torch.device, slots: Tensor, positions: Sequence[int], windo
 
 
 def _check_draw(logits: Tensor, temperature: Tensor, uniform: Tensor) -> None:
-    rows = len(logits)
-    slots = _permutation(logits.device, rows + 4)[:rows].int()
+    rows, device = len(logits), logits.device
+    noise = _noise(uniform, device)
+    slots = _permutation(device, rows + 4)[:rows].int()
     slots[-1] = -1
-    last = torch.full((rows + 4,), -1, dtype=torch.int64, device=logits.device)
-    tokens = draw.draw(logits, temperature, uniform, last, slots)
-    assert torch.equal(last[slots[:-1].long()], tokens[:-1].long())
-    assert int((last >= 0).sum()) == rows - 1, "padding was written"
+    last = torch.full((rows + 4,), -1, dtype=torch.int32, device=device)
+    places = _permutation(device, rows + 4)[:rows].int()
+    returned = torch.full((rows + 4,), -1, dtype=torch.int32)
+    returned = returned.pin_memory() if device.type == "cuda" else returned
+    draw.draw(logits, temperature, noise, last, slots, returned, places)
+    tokens = _draw(logits, temperature, noise)
+    assert torch.equal(last[slots[:-1].long()], tokens[:-1])
+    assert torch.equal(returned[places[:-1].long().cpu()], tokens[:-1].cpu())
+    assert int((last >= 0).sum()) == int((returned >= 0).sum()) == rows - 1, "padding was written"
     heat = torch.where(temperature > 0, temperature, 1.0).double()
     cumulative = torch.softmax(logits.double() / heat[:, None], -1).cumsum(-1)
     for row, token in enumerate(tokens.tolist()):
@@ -298,8 +327,38 @@ def _check_draw(logits: Tensor, temperature: Tensor, uniform: Tensor) -> None:
         target, slack = float(uniform[row]), 1e-6
         assert float(cumulative[row, token]) >= target - slack
         assert token == 0 or float(cumulative[row, token - 1]) <= target + slack
-        alone = draw.draw(logits[row : row + 1], temperature[row : row + 1], uniform[row : row + 1], last, slots[-1:])
+        this = slice(row, row + 1)
+        alone = _draw(logits[this], temperature[this], draw.Noise(*(field[this] for field in noise)))
         assert int(alone) == token, "depends on its company"
+
+
+def _draw(logits: Tensor, temperature: Tensor, noise: draw.Noise) -> Tensor:
+    places = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+    tokens, last = torch.empty_like(places), torch.empty_like(places)
+    draw.draw(logits, temperature, noise, last, places, tokens, places)
+    return tokens
+
+
+def _noise(uniform: Tensor, device: torch.device) -> draw.Noise:
+    """Seeds that hash to these numbers, for some positions: the hash can be turned round."""
+    positions = np.random.default_rng(0).integers(0, 10**6, len(uniform))
+    bits = (uniform.double().numpy() * 2**32).astype(np.uint64) << np.uint64(32)
+    seeds = np.empty(len(uniform), np.uint64)
+    for row, (wanted, position) in enumerate(zip(bits.tolist(), positions.tolist(), strict=True)):
+        mixed = _unmix(wanted) ^ ((position + 1) * 0xD1342543DE82EF95) % 2**64
+        seeds[row] = (_unmix(mixed) - 0x9E3779B97F4A7C15) % 2**64
+    assert (hashed_uniform(seeds, positions + 1) == bits / 2.0**64).all()
+    halves = torch.from_numpy(seeds.view(np.int32).reshape(-1, 2).T.copy())
+    return draw.Noise(*halves.to(device), torch.from_numpy(positions).int().to(device))
+
+
+def _unmix(bits: int) -> int:
+    """What the finaliser of splitmix64 makes `bits` of."""
+    bits = bits ^ (bits >> 31) ^ (bits >> 62)
+    bits = bits * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    bits = bits ^ (bits >> 27) ^ (bits >> 54)
+    bits = bits * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    return bits ^ (bits >> 30) ^ (bits >> 60)
 
 
 def _some_configs(rows: int, m: int, k: int, dtype: torch.dtype, gated: bool) -> list[matvec.Config]:
@@ -716,9 +775,9 @@ def time_draw(device: torch.device, quick: bool) -> None:
                 continue
             random = functools.partial(_random, device, torch.bfloat16, rows, vocab)
             inputs = copies(lambda random=random: (random(),))  # type: ignore[misc]
-            uniform = torch.rand(rows, device=device)
             slots = torch.arange(rows, dtype=torch.int32, device=device)
-            rest = (torch.ones(rows, device=device), uniform, slots.clone(), slots)
+            noise = draw.Noise(slots, slots, slots)
+            rest = (torch.ones(rows, device=device), noise, slots.clone(), slots, slots.clone(), slots)
             span = repeated(draw.draw, [(*x, *rest) for x in inputs])
             plain = repeated(lambda x: x.argmax(-1), inputs)
             _print(f"draw V={vocab} N={rows} (torch: argmax)", span, rows * vocab * 2, plain)

@@ -20,7 +20,9 @@ TOKENS = 48
 TIE = 1e-4  # the CPU's two best log probabilities this close excuse a different choice
 
 
-def generate(path: Path, device: str, params: SamplingParams, **options: Any) -> list[weft.Generation]:
+def generate(
+    path: Path, device: str, params: SamplingParams | list[SamplingParams], **options: Any
+) -> list[weft.Generation]:
     prompts = [tiny.prompt(length, seed).tolist() for seed, length in enumerate(LENGTHS)]
     # 24 tokens a step: the longer prompts are cut into slices, which share their steps with decodes.
     options = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24, **options}
@@ -71,6 +73,16 @@ def test_seeded_tokens_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     """One uniform number decides a token on both, so that only rounding at a border can tell them apart."""
     tiny.save(tiny.llama(), tmp_path)
     params = SamplingParams(max_tokens=TOKENS, seed=11, **PARAMS[name])
+    expected = [result.token_ids for result in generate(tmp_path, "cpu", params, dtype="float32")]
+    found = [result.token_ids for result in generate(tmp_path, "cuda", params, dtype="float32")]
+    assert sum(a == b for a, b in zip(expected, found, strict=True)) >= len(LENGTHS) - 1
+
+
+def test_rows_of_all_kinds_share_steps(tmp_path: Path) -> None:
+    """A graph draws for everybody, and the sampler then for all that are in a step with one that asks for more."""
+    tiny.save(tiny.llama(), tmp_path)
+    kinds = [PARAMS[name] for name in ("temperature", "top_p", "hot", "penalties")]
+    params = [SamplingParams(max_tokens=TOKENS - 9 * index, seed=index, **kind) for index, kind in enumerate(kinds)]
     expected = [result.token_ids for result in generate(tmp_path, "cpu", params, dtype="float32")]
     found = [result.token_ids for result in generate(tmp_path, "cuda", params, dtype="float32")]
     assert sum(a == b for a, b in zip(expected, found, strict=True)) >= len(LENGTHS) - 1
@@ -165,6 +177,39 @@ def test_steps_wait_for_nothing(tmp_path: Path) -> None:
             llm.generate(prompts, params, progress=False)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("where", "call"), [("open", 2), ("open", 20), ("fetch", 2), ("close", 2), ("close", 20), ("put_news", 6)]
+)
+def test_a_step_that_was_given_up_does_no_harm(
+    where: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host and device count the pages of the desk, each for itself. An error, or Ctrl-C, may come between the two: in
+    steps with prompts, which are the first, and in those of decodes alone."""
+    from weft.engine.staging import Desk
+
+    tiny.save(tiny.llama(), tmp_path)
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=TOKENS, ignore_eos=True)
+    prompts = [tiny.prompt(length, seed).tolist() for seed, length in enumerate(LENGTHS)]
+    limits = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24, "kv_cache_memory_bytes": 32 << 20}
+    original, calls = getattr(Desk, where), 0
+
+    def fail(self: Desk, *arguments: Any) -> Any:
+        nonlocal calls
+        result = original(self, *arguments)
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+        return result
+
+    with weft.LLM(tmp_path, device="cuda", dtype="float32", **limits) as llm:
+        expected = [result.token_ids for result in llm.generate(prompts, params, progress=False)]
+        monkeypatch.setattr(Desk, where, fail)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, params, progress=False)
+        found = [result.token_ids for result in llm.generate(prompts, params, progress=False)]
+    assert found == expected
 
 
 @pytest.mark.parametrize(("head_dim", "tokens"), [(16, 4000), (128, 4000), (128, 24)])

@@ -1,15 +1,14 @@
 """CudaExecutor: runs plans on a GPU. Nothing here waits for the device but `result`.
 
-A step is: its numbers read from pinned buffers; a captured graph replayed, or, for large steps, all layers launched one
-by one; one token a row drawn, which stays on the device, where the next step finds it, and is written to pinned memory,
-where the host does.
+A step is: its numbers read from pinned memory; all layers; one token a row drawn, which stays on the device, where the
+next step finds it, and is written to pinned memory, where the host does. For decodes alone all of that is one captured
+graph; of steps with prompts the layers are, but for attention; large ones are launched kernel by kernel.
 """
 
 import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -20,19 +19,17 @@ from torch import Tensor
 from weft.core import StepPlan
 from weft.engine.executor import Lumps, StepInputs, StepResult, TokenLogprobs
 from weft.engine.graphs import GRAIN, Cut, Pieces, Whole, decode_sizes, is_worth_it, mixed_sizes
-from weft.engine.sampling import Sampler, hashed_uniform
-from weft.engine.staging import DEPTH, NOBODY, Courier, Desk, Rows, Tokens, bits, pinned
+from weft.engine.sampling import Sampler
+from weft.engine.staging import DEPTH, NOBODY, Courier, Desk, Rows, Tokens, pinned
 from weft.kernels import flashinfer
 from weft.kernels.attention import Heads
 from weft.kernels.cuda import CudaAttention, Ends, Keeping, PlainPrefills, Prefills, sm_count
 from weft.kernels.decode import Workspace, wanted_shares
-from weft.kernels.draw import draw
+from weft.kernels.draw import Noise, draw
 from weft.kernels.shares import Shares, divide, most_shares
 from weft.kv import KVPool
 from weft.models import CausalLM
 from weft.models.layers import wide
-
-BELOW_ONE = 1 - 2.0**-24  # the largest float32 below 1
 
 
 class Limits(NamedTuple):
@@ -70,7 +67,8 @@ class CudaExecutor:
         windows = list({*config.layer_windows})
         shares = (Shares.nobody(), most_shares(limits.max_num_seqs, self._wanted))
         rows, tokens, kept = (Rows.nobody(), limits.max_num_seqs), (Tokens.nobody(), most), ((NOBODY,), 1)
-        self._desk = Desk([rows, tokens, kept, shares, *(shares for _ in windows)], device)
+        kinds = [rows, tokens, kept, shares, *(shares for _ in windows)]
+        self._desk = Desk(kinds, limits.max_num_seqs, self._tables)
         self._row_board, self._token_board, self._kept_board, self._end_shares, *others = self._desk.boards
         self._shares = dict(zip(windows, others, strict=True))
         self._rows, self._tokens = Rows.of(self._row_board.numbers), Tokens(*self._token_board.numbers)
@@ -91,7 +89,8 @@ class CudaExecutor:
         self._mixed: dict[int, Pieces] = {}
         wave = 0 if self._flashinfer is None else self._flashinfer.wave
         self.lumps = Lumps(GRAIN if model.can_be_captured else 1, wave)
-        self._returns = cycle([pinned(limits.max_num_seqs) for _ in range(DEPTH)])
+        self._returns = pinned(DEPTH, limits.max_num_seqs)
+        self._stream = torch.cuda.current_stream(device)  # that all steps are launched on
         self._pending: CudaPending | None = None
         self.use(kv)
 
@@ -124,15 +123,16 @@ class CudaExecutor:
             if self._flashinfer is not None:
                 self._flashinfer.kept.forget(setup.slot)
         started = _event()
-        started.record()
+        started.record(self._stream)
+        self._desk.open()
         rows = np.flatnonzero(plan.samples)
-        pending = CudaPending(self, rows, plan.slots[rows], started)
-        self._desk.clear()
-        self._note_blocks(plan)
+        pending = CudaPending(self, rows, plan.slots[rows], started, self._returns[self._desk.turn])
+        self._write_blocks(plan)
         if plan.num_decodes == len(plan.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
             self._write_rows(plan, rows, size)
-            self._deliver(plan)
-            self._draw(pending, plan, self._decodes[size].replay()[: len(rows)])
+            scores = self._decodes[size].replay()
+            if not self.sampler.is_plain(pending.slots):
+                self._sample(pending, plan, scores[: len(rows)])
         elif any(self.sampler.wants_prompt(slot) for slot in plan.slots[plan.num_decodes :].tolist()):
             self._write_rows(plan, rows, len(rows))
             hidden = self._forward(plan, inputs, all_rows=True)
@@ -145,24 +145,31 @@ class CudaExecutor:
             hidden = self._forward(plan, inputs)
             if len(rows):
                 self._draw(pending, plan, self.model.scores(hidden[: len(rows)]))
-        pending.ended.record()
+        pending.ended.record(self._stream)
+        self._desk.close(pending.ended)
         self._pending = pending
         return pending
 
     def _draw(self, pending: "CudaPending", plan: StepPlan, scores: Tensor) -> None:
         """One token a row, which stays on the device, and a copy of it on its way to the host."""
-        rows, slots = pending.rows, pending.slots
-        numbers = Rows(*(field[: len(rows)] for field in self._rows))
-        if self.sampler.is_plain(slots):
-            tokens = pending.place(next(self._returns))
-            draw(scores, numbers.temperature, numbers.uniform, self._last_token, numbers.slots, tokens)
+        if self.sampler.is_plain(pending.slots):
+            self._draw_plain(scores)
         else:
-            logits = wide(scores)
-            chosen = self.sampler.sample(logits, slots, plan.first[rows] + plan.count[rows])
-            tokens = chosen.int()
-            self._last_token.index_copy_(0, numbers.slots.long(), tokens)
-            pending.logprobs = self.sampler.describe(logits, chosen, slots)
-            pending.place(next(self._returns)).copy_(tokens, non_blocking=True)
+            self._sample(pending, plan, scores)
+
+    def _draw_plain(self, scores: Tensor) -> None:
+        rows = Rows(*(field[: len(scores)] for field in self._rows))
+        noise = Noise(rows.low, rows.high, rows.positions)
+        draw(scores, rows.temperature, noise, self._last_token, rows.slots, self._returns, rows.places)
+
+    def _sample(self, pending: "CudaPending", plan: StepPlan, scores: Tensor) -> None:
+        """The same for rows that ask for more than a temperature; what a graph has drawn for them does not count."""
+        rows, slots, logits = pending.rows, pending.slots, wide(scores)
+        chosen = self.sampler.sample(logits, slots, plan.first[rows] + plan.count[rows])
+        tokens = chosen.int()
+        self._last_token.index_copy_(0, self._rows.slots[: len(rows)].long(), tokens)
+        pending.logprobs = self.sampler.describe(logits, chosen, slots)
+        pending.tokens.copy_(tokens, non_blocking=True)
 
     def _describe_prompts(self, pending: "CudaPending", plan: StepPlan, hidden: Tensor) -> None:
         ends = np.cumsum(plan.count).tolist()
@@ -172,24 +179,21 @@ class CudaExecutor:
                 part = hidden[ends[row] - count : ends[row]]
                 pending.prompt_logprobs[row] = self.sampler.describe_prompt(self.model.logits, part, slot, first)
 
-    def _note_blocks(self, plan: StepPlan) -> None:
-        new = plan.new_blocks
-        self._blocks[new.slots, new.columns] = new.blocks
-
-    def _deliver(self, plan: StepPlan) -> None:
-        """Brings all that the step reads to the device, in one go."""
+    def _write_blocks(self, plan: StepPlan) -> None:
+        """What is new in the block tables, ours and the device's."""
         new = plan.new_blocks
         if len(new.slots):
-            self._courier.post(new.slots * self._columns + new.columns, new.blocks, self._tables.view(-1))
-        self._desk.deliver()
+            self._blocks[new.slots, new.columns] = new.blocks
+            places = new.slots * self._columns + new.columns
+            if not self._desk.put_news(places, new.blocks):
+                self._courier.post(places, new.blocks, self._tables.view(-1))
 
     def _write_rows(self, plan: StepPlan, rows: NDArray[np.int64], padded: int) -> None:
         slots = plan.slots[rows]
-        uniform = hashed_uniform(self.sampler.seed[slots], plan.first[rows] + plan.count[rows])
         positions = plan.first[rows] + plan.count[rows] - 1
-        numbers = [slots, positions, np.cumsum(plan.count)[rows] - 1]
-        drawing = [bits(self.sampler.temperature[slots]), bits(np.minimum(uniform, BELOW_ONE))]
-        self._row_board.write([*numbers, *drawing], padded)
+        ends = np.cumsum(plan.count)[rows] - 1
+        returns = np.arange(len(rows)) + self._desk.turn * self.limits.max_num_seqs
+        self._row_board.write([slots, positions, ends, returns, *self.sampler.drawing[:, slots]], padded)
         decodes, places = plan.num_decodes, most_shares(padded, self._wanted)
         for window, board in self._shares.items():
             board.write(divide(slots[:decodes], positions[:decodes], window, self._wanted), places)
@@ -209,10 +213,10 @@ class CudaExecutor:
         worth_it = size is not None and is_worth_it(size, plan.num_tokens, self._layer_parameters)
         if size is not None and worth_it and prefills is not None and not all_rows:
             self._token_board.write(tokens, size)
-            self._deliver(plan)
+            self._desk.fetch()
             planned, span = prefills, slice(decodes, plan.num_tokens)
             return self._mixed[size].replay(lambda heads, q, out: planned.attend(heads, q[span], out[span]))
-        self._deliver(plan)
+        self._desk.fetch()
         views = Tokens(*self._courier.send(*tokens))
         if decodes:
             views.ids[:decodes] = self._last_token.index_select(0, views.slots[:decodes])
@@ -269,7 +273,8 @@ class CudaExecutor:
                 self._mixed[size] = self._pieces(size, pool)
                 progress(done := done + 1)
             for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
-                self._decodes[size] = Whole(lambda size=size: self._decode(size), pool)  # type: ignore[misc]
+                with self._trial():
+                    self._decodes[size] = Whole(lambda size=size: self._decode(size), pool)  # type: ignore[misc]
                 progress(done := done + 1)
         torch.cuda.synchronize(self.device)
 
@@ -278,10 +283,23 @@ class CudaExecutor:
         return len(self._mixed_sizes) + len(decode_sizes(self.limits.max_num_seqs))
 
     def _decode(self, rows: int) -> Tensor:
-        """Scores of a step of decodes alone. All that it reads lies where it always lies."""
+        """A whole step of decodes alone, their tokens drawn; gives their scores, for those that want to be sampled in
+        another way. All that it reads lies where it always lies, or on the desk's next page."""
+        self._desk.fetch(most_shares(rows, self._wanted))
         slots, positions = self._rows.slots[:rows], self._rows.positions[:rows]
         ids = self._last_token.index_select(0, slots.clamp(min=0))
-        return self.model.scores(self.model.forward(ids, self._attention(slots, positions, rows)))
+        scores = self.model.scores(self.model.forward(ids, self._attention(slots, positions, rows)))
+        self._draw_plain(scores)
+        return scores
+
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        """For one fetch outside of any step: of a page that says nothing, unless something is written on it."""
+        self._desk.open()
+        yield
+        done = _event()
+        done.record(self._stream)
+        self._desk.close(done)
 
     def _pieces(self, size: int, pool: object) -> Pieces:
         """A step of so many tokens, of which any may be decodes."""
@@ -324,9 +342,9 @@ class CudaExecutor:
         ):
             self._rehearse(min(first, longest - count), count, ends)
         self._courier.post(np.zeros(1, np.int64), np.zeros(1, np.int32), self._tables.view(-1))
-        self._desk.clear()
-        self._kept_board.write([np.array([NOBODY])], 1)
-        self._desk.deliver()
+        with self._trial():
+            self._kept_board.write([np.array([NOBODY])], 1)
+            self._desk.fetch()
         torch.cuda.synchronize(self.device)
 
     def _rehearse(self, first: int, count: int, is_end: bool) -> None:
@@ -345,36 +363,34 @@ class CudaExecutor:
         rows = limits.max_num_seqs
         scores = self.model.scores(hidden[:1].expand(rows, -1).contiguous())
         wide(scores)
-        temperature = torch.ones(rows, device=device)
-        slots_of_nobody = torch.full((rows,), NOBODY, dtype=torch.int32, device=device)
-        draw(scores, temperature, temperature / 2, self._last_token, slots_of_nobody, next(self._returns)[:rows])
+        self._draw_plain(scores)
 
 
 class CudaPending:
     """A step on its way (a `PendingStep`)."""
 
     def __init__(
-        self, owner: CudaExecutor, rows: NDArray[np.int64], slots: NDArray[np.int64], started: torch.cuda.Event
+        self,
+        owner: CudaExecutor,
+        rows: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        started: torch.cuda.Event,
+        returns: Tensor,
     ) -> None:
         self.rows, self.slots = rows, slots
+        self.tokens = returns[: len(rows)]  # where they come in, in pinned memory
         self.logprobs: dict[int, TokenLogprobs] = {}  # by place in `rows`
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self.ended = _event()
         self._owner, self._started = owner, started
-        self._tokens: Tensor | None = None
         self._result: StepResult | None = None
         self._advanced = False
-
-    def place(self, pinned: Tensor) -> Tensor:
-        """Where the host will read its tokens, one for each row."""
-        self._tokens = pinned[: len(self.rows)]
-        return self._tokens
 
     def result(self) -> StepResult:
         if self._result is None:
             self.ended.synchronize()
             finished = self._owner.clock()
-            tokens = [] if self._tokens is None else self._tokens.tolist()
+            tokens = self.tokens.tolist()
             if not self._advanced:  # even if an interrupt comes between this and the result
                 self._advanced = True
                 self._owner.sampler.advance(self.slots, tokens)

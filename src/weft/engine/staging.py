@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.kernels.fetch import fetch, post
+from weft.kernels.fetch import Ring, fetch, post
 
 MOST_SENT = 5  # times that a courier goes in a step: block tables, tokens, and what three ways of attention read
 DEPTH = 3  # buffers: one is filled, the others may still be read
@@ -18,22 +18,25 @@ NOBODY = -1  # the slot of a row or a token that is only there because a graph h
 
 
 class Rows(NamedTuple):
-    """Of every row that samples: five numbers."""
+    """Of every row that samples: seven numbers."""
 
     slots: Tensor
     positions: Tensor  # of its last token
     ends: Tensor  # which of the step's tokens is its last
+    places: Tensor  # among what returns to the host
     temperature: Tensor
-    uniform: Tensor
+    low: Tensor  # its seed's lower half
+    high: Tensor
 
     @staticmethod
     def nobody() -> tuple[int, ...]:
-        return (NOBODY, 0, 0, 0, 0)
+        return (NOBODY, 0, 0, 0, 0, 0, 0)
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Rows":
-        """From int32, of which the last two are the bits of float32."""
-        return cls(*numbers[:3], *numbers[3:].view(torch.float32))
+        """From int32, of which one holds the bits of float32."""
+        found = cls(*numbers)
+        return found._replace(temperature=found.temperature.view(torch.float32))
 
 
 class Tokens(NamedTuple):
@@ -57,16 +60,18 @@ class Board:
         self._nobody = np.array(nobody, np.int32)[:, None]
         self._stride = _aligned(width)
         self._end = begin + len(nobody) * self._stride
+        self.width = width
         self.numbers = desk.numbers[begin : self._end].view(len(nobody), self._stride)[:, :width]
         self.numbers.copy_(torch.from_numpy(self._nobody))
 
     def write(self, values: Sequence[NDArray[Any]], padded: int) -> None:
         """Puts these up, and nobody's behind them up to `padded`."""
-        array = self._desk.host.array[self._begin : self._end].reshape(-1, self._stride)
+        array = self._desk.page[self._begin : self._end].reshape(-1, self._stride)
         count = len(values[0])
         for field, numbers in zip(array, values, strict=True):
             field[:count] = numbers
-        array[:, count:padded] = self._nobody
+        if count < padded:
+            array[:, count:padded] = self._nobody
         self._desk.note(self._number, padded)
 
     def segments(self) -> list[tuple[int, int]]:
@@ -74,36 +79,68 @@ class Board:
 
 
 class Desk:
-    """All boards of a step, one behind the other: what was written on any of them travels at once.
+    """All boards of a step, one behind the other: what was written on any of them travels at once, and what is news to
+    `table` goes there. In front lies, for each board, how much of it was written.
 
-    In front lies, for each board, how much of it was written.
+    There are a few copies of it on the host, its pages. The host writes them in turn, and each `fetch` on the device
+    reads the next, so that a graph may contain it; both count for themselves.
     """
 
-    def __init__(self, kinds: Sequence[tuple[tuple[int, ...], int]], device: torch.device) -> None:
+    def __init__(self, kinds: Sequence[tuple[tuple[int, ...], int]], most_news: int, table: Tensor) -> None:
         """`kinds` has, for each board, what a place holds that nobody has taken, and its width."""
+        kinds = [*kinds, ((0, 0), most_news)]
         self._head = _aligned(len(kinds))
         begins = np.cumsum([self._head, *(len(nobody) * _aligned(width) for nobody, width in kinds)]).tolist()
-        self.numbers = torch.zeros(begins[-1], dtype=torch.int32, device=device)
-        self._hosts = cycle([_Host(begins[-1]) for _ in range(DEPTH)])
-        self.host = next(self._hosts)
+        self._table = table.view(-1)
+        self.numbers = torch.zeros(begins[-1], dtype=torch.int32, device=table.device)
+        self._ring = Ring(pinned(DEPTH, begins[-1]), torch.zeros(2, dtype=torch.int32, device=table.device))
+        self._pages = list(self._ring.buffers.numpy())
+        self._read: list[torch.cuda.Event | None] = [None] * DEPTH
+        self._is_open = False
+        self.turn = 0
+        self.page = self._pages[0]
         self._most = 0
         self.boards = [Board(self, number, begins[number], *kind) for number, kind in enumerate(kinds)]
         segments = [segment for board in self.boards for segment in board.segments()]
-        self._segments = torch.tensor(segments, dtype=torch.int32, device=device)
+        self._segments = torch.tensor(segments, dtype=torch.int32, device=table.device)
+        self._news = self.boards.pop()
 
-    def clear(self) -> None:
-        """Begins another step."""
-        self.host = next(self._hosts).free()
-        self.host.array[: self._head] = 0
+    def open(self) -> None:
+        """Begins another step, on a new page."""
+        if (
+            self._is_open
+        ):  # the last was given up, and who knows whether the device has got to fetch it: both begin anew
+            torch.cuda.synchronize(self.numbers.device)
+            self._ring.state.zero_()
+            self.turn = 0
+        self._is_open = True
+        read = self._read[self.turn]
+        if read is not None:  # long ago, but for a device that is three steps behind
+            read.synchronize()
+        self.page = self._pages[self.turn]
+        self.page[: self._head] = 0
         self._most = 0
 
     def note(self, board: int, written: int) -> None:
-        self.host.array[board] = written
+        self.page[board] = written
         self._most = max(self._most, written)
 
-    def deliver(self) -> None:
-        fetch(self.host.pinned, self._segments, self.numbers, self._most)
-        self.host.sent()
+    def put_news(self, places: NDArray[Any], numbers: NDArray[Any]) -> bool:
+        """What goes to the table; none occurs twice. False: these are too many."""
+        if len(places) > self._news.width:
+            return False
+        self._news.write((places, numbers), len(places))
+        return True
+
+    def fetch(self, most: int | None = None) -> None:
+        """Launches what brings the page to the device, of which no board has more than `most` (None: it is known)."""
+        fetch(self._ring, self._segments, self.numbers, self._table, self._most if most is None else most)
+
+    def close(self, read: torch.cuda.Event) -> None:
+        """The step is launched. What was recorded in `read` comes after its fetch."""
+        self._read[self.turn] = read
+        self.turn = (self.turn + 1) % DEPTH
+        self._is_open = False
 
 
 class Courier:
@@ -165,10 +202,5 @@ def _aligned(count: int) -> int:
     return -(-count // ALIGNED) * ALIGNED
 
 
-def bits(numbers: NDArray[np.float64]) -> NDArray[np.int32]:
-    """float32 as int32, to travel among others."""
-    return numbers.astype(np.float32).view(np.int32)
-
-
-def pinned(size: int) -> Tensor:
+def pinned(*size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int32, pin_memory=True)

@@ -1,10 +1,12 @@
 """Drawing one token a row from logits, without sorting and without the host.
 
-A row's token is the inverse of its cumulative distribution at one uniform number. The vocabulary is read in tiles: one
-kernel sums each tile up, the other finds the tile and then the token in it. A row never sees another.
-Only imported where there is a GPU.
+A row's token is the inverse of its cumulative distribution at one uniform number, a hash of its seed and its position.
+The vocabulary is read in tiles: one kernel sums each tile up, the other finds the tile and then the token in it. A row
+never sees another. Only imported where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -14,45 +16,68 @@ from torch import Tensor
 TILE = 2048  # logits; the second kernel reads one such tile a row again
 
 
+class Noise(NamedTuple):
+    """What a row's uniform number is made of, each [N] int32."""
+
+    low: Tensor  # the seed's lower half
+    high: Tensor
+    positions: Tensor  # of the row's last token; the one that is drawn comes behind it
+
+
 def draw(
     logits: Tensor,  # [N, V]
     temperature: Tensor,  # [N] float32; 0: greedy, the lowest token among equals
-    uniform: Tensor,  # [N] float32 or float64 in [0, 1)
-    last_token: Tensor,  # [S] int32 or int64, where each row's token is also written
-    slots: Tensor,  # [N] int32: each row's place in last_token; negative: padding, which is written nowhere
-    tokens: Tensor | None = None,  # [N] int32, where to put them; may be the host's pinned memory
-) -> Tensor:  # [N] int32
+    noise: Noise,
+    last_token: Tensor,  # [S] int32, where each row's token is written, in its slot
+    slots: Tensor,  # [N] int32; negative: padding, which is written nowhere
+    tokens: Tensor,  # [M] int32, where it is written as well, in its place: this may be the host's pinned memory
+    places: Tensor,  # [N] int32
+) -> None:
     """Tokens from softmax(logits / temperature). A token of probability 0 is never drawn."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
-    if tokens is None:
-        tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    if rows:
-        tiles = triton.cdiv(vocab, TILE)
-        # Not in one: for another alignment of the second, both kernels would be compiled anew.
-        highest, sums = (torch.empty((rows, tiles), dtype=torch.float32, device=logits.device) for _ in range(2))
-        places = torch.empty((rows, tiles), dtype=torch.int32, device=logits.device)
-        _summarise[(tiles, rows)](
-            logits, temperature, highest, sums, places, vocab, logits.stride(0), TILE=TILE, num_warps=4
-        )
-        _select[(rows,)](
-            logits,
-            temperature,
-            uniform,
-            highest,
-            sums,
-            places,
-            tokens,
-            last_token,
-            slots,
-            vocab,
-            logits.stride(0),
-            tiles,
-            TILE=TILE,
-            TILES=max(2, triton.next_power_of_2(tiles)),
-            num_warps=4,
-        )
-    return tokens
+    if not rows:
+        return
+    tiles = triton.cdiv(vocab, TILE)
+    # Not in one: for another alignment of the second, both kernels would be compiled anew.
+    highest, sums = (torch.empty((rows, tiles), dtype=torch.float32, device=logits.device) for _ in range(2))
+    tops = torch.empty((rows, tiles), dtype=torch.int32, device=logits.device)
+    _summarise[(tiles, rows)](logits, temperature, highest, sums, tops, vocab, logits.stride(0), TILE=TILE, num_warps=4)
+    _select[(rows,)](
+        logits,
+        temperature,
+        *noise,
+        highest,
+        sums,
+        tops,
+        last_token,
+        slots,
+        tokens,
+        places,
+        vocab,
+        logits.stride(0),
+        tiles,
+        TILE=TILE,
+        TILES=max(2, triton.next_power_of_2(tiles)),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _mix(bits):
+    """The finaliser of splitmix64, of uint64."""
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+    return bits ^ (bits >> 31)
+
+
+@triton.jit
+def _uniform(low, high, position):
+    """A number in [0, 1) as float64: the same as `hashed_uniform`, which the CPU draws with, bit by bit."""
+    seed = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    bits = _mix(seed + 0x9E3779B97F4A7C15)
+    bits = _mix(bits ^ (position.to(tl.uint64) * 0xD1342543DE82EF95))
+    return (bits >> 32).to(tl.int64).to(tl.float64) / 4294967296.0
 
 
 @triton.jit
@@ -66,7 +91,7 @@ def _powers(logits, highest, temperature):
 
 
 @triton.jit
-def _summarise(logits, temperature, highest, sums, places, vocab, stride, TILE: tl.constexpr):
+def _summarise(logits, temperature, highest, sums, tops, vocab, stride, TILE: tl.constexpr):
     """Of one tile of one row: the highest logit, the first place that has it, and the sum of the powers."""
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -77,20 +102,23 @@ def _summarise(logits, temperature, highest, sums, places, vocab, stride, TILE: 
     at = row * tl.num_programs(0) + tile
     tl.store(highest + at, top)
     tl.store(sums + at, total)
-    tl.store(places + at, tl.min(tl.where(values == top, tokens, vocab), 0))
+    tl.store(tops + at, tl.min(tl.where(values == top, tokens, vocab), 0))
 
 
 @triton.jit
 def _select(
     logits,
     temperature,
-    uniform,
+    low,
+    high,
+    positions,
     highest,
     sums,
-    places,
-    out,
+    tops,
     last_token,
     slots,
+    out,
+    places,
     vocab,
     stride,
     tiles,
@@ -102,23 +130,24 @@ def _select(
     heat = tl.load(temperature + row)
     each = tl.arange(0, TILES)
     at = row * tiles + each
-    tops = tl.load(highest + at, mask=each < tiles, other=float("-inf"))
-    top = tl.max(tops, 0)
-    first = tl.load(places + at, mask=each < tiles, other=vocab)
-    greedy = tl.min(tl.where(tops == top, first, vocab), 0)
+    heights = tl.load(highest + at, mask=each < tiles, other=float("-inf"))
+    top = tl.max(heights, 0)
+    first = tl.load(tops + at, mask=each < tiles, other=vocab)
+    greedy = tl.min(tl.where(heights == top, first, vocab), 0)
 
     # The tile: the first whose cumulative mass exceeds the target. Where rounding leaves none, the last with any mass.
-    factors = _powers(tops, top, heat).to(tl.float64)
+    factors = _powers(heights, top, heat).to(tl.float64)
     mass = factors * tl.load(sums + at, mask=each < tiles, other=0.0).to(tl.float64)
     cumulative = tl.cumsum(mass, 0)
-    target = tl.load(uniform + row).to(tl.float64) * tl.sum(mass, 0)
+    uniform = _uniform(tl.load(low + row), tl.load(high + row), tl.load(positions + row) + 1)
+    target = uniform * tl.sum(mass, 0)
     some = mass > 0
     tile = tl.min(tl.where(some & (cumulative > target), each, TILES), 0)
     tile = tl.where(tile < TILES, tile, tl.max(tl.where(some, each, 0), 0))
     chosen = each == tile
     before = tl.sum(tl.where(chosen, cumulative - mass, 0.0), 0)
     factor = tl.sum(tl.where(chosen, factors, 0.0), 0)
-    tile_top = tl.max(tl.where(chosen, tops, float("-inf")), 0)
+    tile_top = tl.max(tl.where(chosen, heights, float("-inf")), 0)
 
     # The token in it, in the same way, in the tile's own unit of mass.
     tokens = tile * TILE + tl.arange(0, TILE)
@@ -132,6 +161,6 @@ def _select(
 
     token = tl.where(heat > 0, drawn, greedy)
     token = tl.minimum(token, vocab - 1)  # only a row of NaN comes here with more
-    tl.store(out + row, token)
     slot = tl.load(slots + row).to(tl.int64)
     tl.store(last_token + slot, token, mask=slot >= 0)
+    tl.store(out + tl.load(places + row), token, mask=slot >= 0)
