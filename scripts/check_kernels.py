@@ -22,6 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from weft.engine.sampling import hashed_uniform
@@ -206,6 +208,24 @@ def check_draw(device: torch.device, dtype: torch.dtype) -> None:
     assert int(tokens.max()) < 3000
 
 
+def check_noise(device: torch.device, dtype: torch.dtype) -> None:
+    """Bit by bit that of the CPU."""
+    random = np.random.default_rng(1)
+    seeds = random.integers(0, 2**64, 1024, dtype=np.uint64)
+    seeds[:5] = [0, 1, 2**32 - 1, 2**63, 2**64 - 1]
+    positions = random.integers(0, 2**20, 1024)
+    halves = torch.from_numpy(seeds.view(np.int32).reshape(-1, 2).T.copy()).to(device)
+    found = torch.empty(1024, dtype=torch.float64, device=device)
+    _hash[(1,)](*halves, torch.from_numpy(positions).int().to(device), found, N=1024)
+    assert found.tolist() == hashed_uniform(seeds, positions).tolist()
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _hash(low, high, positions, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, N)
+    tl.store(out + at, draw._uniform(tl.load(low + at), tl.load(high + at), tl.load(positions + at)))
+
+
 def check_matvec(device: torch.device, dtype: torch.dtype) -> None:
     shapes = [(1, 37, 99), (1, 21, 2048), (1, 9, 3072), (2, 70, 96), (4, 129, 512), (7, 50, 33), (16, 200, 640)]
     shapes += [(17, 70, 96), (33, 129, 256), (64, 50, 130)]
@@ -241,6 +261,7 @@ CHECKS: tuple[Check, ...] = (
     check_decode_tilings,
     check_decode_merges,
     check_draw,
+    check_noise,
     check_matvec,
     check_matvec_silu,
 )

@@ -1,8 +1,10 @@
-"""CudaExecutor: runs plans on a GPU. Nothing here waits for the device but `result`.
+"""CudaExecutor: runs plans on a GPU. Nothing here waits for the device but `result`, unless a request has a grammar or
+asks for log probabilities.
 
 A step is: its numbers read from pinned memory; all layers; one token a row drawn, which stays on the device, where the
-next step finds it, and is written to pinned memory, where the host does. For decodes alone all of that is one captured
-graph; of steps with prompts the layers are, but for attention; large ones are launched kernel by kernel.
+next step finds it, and is written to pinned memory, where the host does. For decodes alone, one captured graph does all
+of that. In a step with prompts, the layers are captured in pieces, between which the prompts attend. A large step is
+launched kernel by kernel.
 """
 
 import gc
@@ -68,7 +70,7 @@ class CudaExecutor:
         shares = (Shares.nobody(), most_shares(limits.max_num_seqs, self._wanted))
         rows, tokens, kept = (Rows.nobody(), limits.max_num_seqs), (Tokens.nobody(), most), ((NOBODY,), 1)
         kinds = [rows, tokens, kept, shares, *(shares for _ in windows)]
-        self._desk = Desk(kinds, limits.max_num_seqs, self._tables)
+        self._desk = Desk(kinds, self._tables)
         self._row_board, self._token_board, self._kept_board, self._end_shares, *others = self._desk.boards
         self._shares = dict(zip(windows, others, strict=True))
         self._rows, self._tokens = Rows.of(self._row_board.numbers), Tokens(*self._token_board.numbers)
@@ -90,7 +92,6 @@ class CudaExecutor:
         wave = 0 if self._flashinfer is None else self._flashinfer.wave
         self.lumps = Lumps(GRAIN if model.can_be_captured else 1, wave)
         self._returns = pinned(DEPTH, limits.max_num_seqs)
-        self._stream = torch.cuda.current_stream(device)  # that all steps are launched on
         self._pending: CudaPending | None = None
         self.use(kv)
 
@@ -122,8 +123,9 @@ class CudaExecutor:
             self.sampler.setup(setup)
             if self._flashinfer is not None:
                 self._flashinfer.kept.forget(setup.slot)
+        stream = torch.cuda.current_stream(self.device)  # asked for once: it takes a while
         started = _event()
-        started.record(self._stream)
+        started.record(stream)
         self._desk.open()
         rows = np.flatnonzero(plan.samples)
         pending = CudaPending(self, rows, plan.slots[rows], started, self._returns[self._desk.turn])
@@ -145,7 +147,7 @@ class CudaExecutor:
             hidden = self._forward(plan, inputs)
             if len(rows):
                 self._draw(pending, plan, self.model.scores(hidden[: len(rows)]))
-        pending.ended.record(self._stream)
+        pending.ended.record(stream)
         self._desk.close(pending.ended)
         self._pending = pending
         return pending
@@ -160,10 +162,10 @@ class CudaExecutor:
     def _draw_plain(self, scores: Tensor) -> None:
         rows = Rows(*(field[: len(scores)] for field in self._rows))
         noise = Noise(rows.low, rows.high, rows.positions)
-        draw(scores, rows.temperature, noise, self._last_token, rows.slots, self._returns, rows.places)
+        draw(scores, rows.temperature, noise, self._last_token, rows.slots, self._returns.view(-1), rows.places)
 
     def _sample(self, pending: "CudaPending", plan: StepPlan, scores: Tensor) -> None:
-        """The same for rows that ask for more than a temperature; what a graph has drawn for them does not count."""
+        """The same for a step in which one asks for more than a temperature. What a graph has drawn does not count."""
         rows, slots, logits = pending.rows, pending.slots, wide(scores)
         chosen = self.sampler.sample(logits, slots, plan.first[rows] + plan.count[rows])
         tokens = chosen.int()
@@ -273,7 +275,7 @@ class CudaExecutor:
                 self._mixed[size] = self._pieces(size, pool)
                 progress(done := done + 1)
             for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
-                with self._trial():
+                with self._trial():  # the fetch of the warm-up; that which is captured is not run
                     self._decodes[size] = Whole(lambda size=size: self._decode(size), pool)  # type: ignore[misc]
                 progress(done := done + 1)
         torch.cuda.synchronize(self.device)
@@ -294,11 +296,12 @@ class CudaExecutor:
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
-        """For one fetch outside of any step: of a page that says nothing, unless something is written on it."""
+        """For one fetch that the device runs outside of any step, before the first of them: of a page that says
+        nothing, unless something is written on it. After an error the desk stays open, and begins anew."""
         self._desk.open()
         yield
         done = _event()
-        done.record(self._stream)
+        done.record()
         self._desk.close(done)
 
     def _pieces(self, size: int, pool: object) -> Pieces:

@@ -63,7 +63,8 @@ class PendingStep(Protocol):
 
 class Executor(Protocol):
     def submit(self, plan: StepPlan, inputs: StepInputs) -> PendingStep:
-        """Returns before the result exists. Steps run in the order of submission."""
+        """Returns before the result exists. Steps run in the order of submission. The results of all but the two before
+        it have been asked for."""
         ...
 
     def close(self) -> None:

@@ -44,13 +44,13 @@ class Loop:
         self.on_record = on_record
         self.streams: dict[str, Stream] = {}
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
-        self._refused: list[TokenEvent] = []  # to be handed out with the next events
+        self._held: list[TokenEvent] = []  # to be handed out with the next events
         self._by_slot: list[Any] = [None] * scheduler.slots.size  # the Stream that a slot's tokens are for, if any
         self._stop_ids: set[int] = set()  # of all streams there were: most steps sample none of them
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._refused) or self.scheduler.has_work
+        return bool(self._in_flight or self._held) or self.scheduler.has_work
 
     def add(self, stream: Stream) -> None:
         self.scheduler.add(stream.request)
@@ -66,15 +66,17 @@ class Loop:
 
     def step(self) -> list[TokenEvent]:
         """One turn: submits the next step if there is one, then takes in the oldest that is due."""
+        while len(self._in_flight) > self.depth:  # an interrupt came while we waited for one of them
+            self._held += self._take_in()
         with self._all_or_nothing():
             plan = self.scheduler.plan(self.clock())
             if plan is not None:
                 self._in_flight.append((plan, self.executor.submit(plan, self._inputs(plan))))
-            self._refused += self._take_refusals()
+            self._held += self._take_refusals()
         taken = len(self._in_flight) > self.depth or (plan is None and self._in_flight)
         events = self._take_in() if taken else []
-        refused, self._refused = self._refused, []  # not before: waiting for the device may be interrupted
-        return refused + events
+        held, self._held = self._held, []  # not before: waiting for the device may be interrupted
+        return held + events
 
     def drain(self) -> None:
         """Takes in what is in flight without planning more; its events are lost, so end or abandon streams first."""

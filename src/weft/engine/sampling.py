@@ -27,9 +27,8 @@ class Sampler:
         self.top_p = np.ones(slots, np.float64)
         self.min_p = np.zeros(slots, np.float64)
         self.seed = np.zeros(slots, np.uint64)
-        self.drawing = np.zeros(
-            (3, slots), np.int32
-        )  # temperature (float32's bits) and the seed's lower and upper half
+        # The same for a kernel: temperature (the bits of float32), the seed's lower half and its upper half.
+        self.drawing = np.zeros((3, slots), np.int32)
         self.logprobs = np.full(slots, -1, np.int64)  # -1: none
         self.prompt_logprobs = np.full(slots, -1, np.int64)
         self.penalties = np.zeros((slots, 3), np.float64)  # repetition, frequency, presence
@@ -52,7 +51,7 @@ class Sampler:
         self.min_p[slot] = params.min_p
         self.seed[slot] = np.uint64(setup.seed & (2**64 - 1))
         self.drawing[0, slot] = np.float32(self.temperature[slot]).view(np.int32)
-        self.drawing[1:, slot] = self.seed[slot : slot + 1].view(np.int32)  # the lower half first, as on any GPU's host
+        self.drawing[1:, slot] = self.seed[slot : slot + 1].view(np.int32)  # little-endian
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.penalties[slot] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)

@@ -9,10 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.kernels.fetch import Ring, fetch, post
+from weft.kernels.fetch import TILE, Ring, fetch, post
 
 MOST_SENT = 5  # times that a courier goes in a step: block tables, tokens, and what three ways of attention read
 DEPTH = 3  # buffers: one is filled, the others may still be read
+CACHE_LINE = 32  # numbers: no two pages have one in common
 ALIGNED = 4  # numbers: what begins at a multiple of them begins at one of 16 bytes
 NOBODY = -1  # the slot of a row or a token that is only there because a graph has a place for it
 
@@ -80,20 +81,22 @@ class Board:
 
 class Desk:
     """All boards of a step, one behind the other: what was written on any of them travels at once, and what is news to
-    `table` goes there. In front lies, for each board, how much of it was written.
+    a table goes there. In front lies, for each board, how much of it was written.
 
-    There are a few copies of it on the host, its pages. The host writes them in turn, and each `fetch` on the device
-    reads the next, so that a graph may contain it; both count for themselves.
+    There are a few copies of it on the host, its pages. The host writes them in turn, and each `fetch` that the device
+    runs reads the next, so that a graph may contain it; both count for themselves.
     """
 
-    def __init__(self, kinds: Sequence[tuple[tuple[int, ...], int]], most_news: int, table: Tensor) -> None:
+    def __init__(self, kinds: Sequence[tuple[tuple[int, ...], int]], table: Tensor) -> None:
         """`kinds` has, for each board, what a place holds that nobody has taken, and its width."""
-        kinds = [*kinds, ((0, 0), most_news)]
+        # Of news, what the smallest fetch brings: that of a graph does not know how many there will be.
+        kinds = [*kinds, ((0, 0), TILE)]
         self._head = _aligned(len(kinds))
         begins = np.cumsum([self._head, *(len(nobody) * _aligned(width) for nobody, width in kinds)]).tolist()
-        self._table = table.view(-1)
-        self.numbers = torch.zeros(begins[-1], dtype=torch.int32, device=table.device)
-        self._ring = Ring(pinned(DEPTH, begins[-1]), torch.zeros(2, dtype=torch.int32, device=table.device))
+        size = -(-begins[-1] // CACHE_LINE) * CACHE_LINE
+        self.table = table
+        self.numbers = torch.zeros(size, dtype=torch.int32, device=table.device)
+        self._ring = Ring(pinned(DEPTH, size), torch.zeros(2, dtype=torch.int32, device=table.device))
         self._pages = list(self._ring.buffers.numpy())
         self._read: list[torch.cuda.Event | None] = [None] * DEPTH
         self._is_open = False
@@ -107,9 +110,8 @@ class Desk:
 
     def open(self) -> None:
         """Begins another step, on a new page."""
-        if (
-            self._is_open
-        ):  # the last was given up, and who knows whether the device has got to fetch it: both begin anew
+        if self._is_open:
+            # The last was given up, and who knows whether the device got to fetch it: both begin to count anew.
             torch.cuda.synchronize(self.numbers.device)
             self._ring.state.zero_()
             self.turn = 0
@@ -126,15 +128,16 @@ class Desk:
         self._most = max(self._most, written)
 
     def put_news(self, places: NDArray[Any], numbers: NDArray[Any]) -> bool:
-        """What goes to the table; none occurs twice. False: these are too many."""
+        """What goes to these places in the table; none occurs twice. False: they are too many."""
         if len(places) > self._news.width:
             return False
         self._news.write((places, numbers), len(places))
         return True
 
     def fetch(self, most: int | None = None) -> None:
-        """Launches what brings the page to the device, of which no board has more than `most` (None: it is known)."""
-        fetch(self._ring, self._segments, self.numbers, self._table, self._most if most is None else most)
+        """Launches what brings the page to the device. For a graph, of pages yet to be written: on no board will there
+        be more than `most`."""
+        fetch(self._ring, self._segments, self.numbers, self.table.view(-1), self._most if most is None else most)
 
     def close(self, read: torch.cuda.Event) -> None:
         """The step is launched. What was recorded in `read` comes after its fetch."""

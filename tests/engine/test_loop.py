@@ -1,0 +1,50 @@
+"""The loop under interrupts: Ctrl-C comes where it waits, which is for a step's result."""
+
+from typing import Any
+
+import pytest
+
+from tests.core.test_scheduler import prompt
+from tests.toy import solo, toy_loop, toy_stream
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_interrupts_do_not_pile_up_steps(depth: int) -> None:
+    """An executor has buffers for so many steps, and who is not waited for is not read."""
+    loop = toy_loop(depth=depth)
+    submit, turns, unread, most = loop.executor.submit, iter(range(1000)), 0, 0
+
+    class Waiting:
+        def __init__(self, pending: Any) -> None:
+            self.pending = pending
+
+        def result(self) -> Any:
+            nonlocal unread
+            if next(turns) % 3 == 2:
+                raise KeyboardInterrupt
+            unread -= 1
+            return self.pending.result()
+
+    def submitted(plan: Any, inputs: Any) -> Any:
+        nonlocal unread, most
+        most = max(most, unread)
+        unread += 1
+        return Waiting(submit(plan, inputs))
+
+    loop.executor.submit = submitted  # type: ignore[method-assign]
+    expected = {}
+    for number in range(3):
+        stream = toy_stream(f"r{number}", prompt(number, 5), 40)
+        expected[stream.request.id] = solo(prompt(number, 5), 40)
+        loop.add(stream)
+    found: dict[str, list[int]] = {}
+    interrupts = 0
+    while loop.has_work:
+        try:
+            for event in loop.step():
+                found.setdefault(event.stream.request.id, []).append(event.token or 0)
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts > 10
+    assert found == expected
+    assert most <= depth
