@@ -124,6 +124,26 @@ def test_a_server_is_measured_several_times_and_the_median_counts(
     assert lines[-1].endswith("is 1.15, median of 3 runs (0.77, 2.31, 1.15): NOT within 1")
 
 
+def test_a_server_is_shown_the_key(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str | None] = []
+
+    async def interfere(client: Client, streams: Sequence[Ask], prompts: Sequence[Ask]) -> Seen:
+        shown.append(client._headers.get("authorization"))
+        return seen(0.02)
+
+    monkeypatch.setattr("weft.load.interference.interfere", interfere)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    command = ["bench", "interference", "--url", url, "--runs", "1"]
+    assert main(command) == main([*command, "--api-key", "mine"]) == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    assert main(command) == main([*command, "--api-key", "mine"]) == 0
+    assert shown == [None, "Bearer mine", "Bearer theirs", "Bearer mine"]
+    assert main(["bench", "interference", "--api-key", "mine"]) == 2
+    assert "--api-key is for a server" in capsys.readouterr().err
+
+
 def test_rows_of_a_server_are_like_those_of_the_engine(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     assert main(["bench", "interference", "--simulated-only", "--no-progress", "--json", str(file)]) == 0

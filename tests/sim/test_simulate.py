@@ -57,6 +57,12 @@ def test_mooncake_s_bins_are_spread_and_its_ids_become_blocks(tmp_path: Path) ->
     assert played.prefill_tokens == 1100 + (1200 - 1024) + (600 - 512)
 
 
+def mooncake(**fields: str) -> str:
+    """One line, with something else in these fields."""
+    line = {"timestamp": "0", "input_length": "5", "output_length": "5", "hash_ids": "[1]", **fields}
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in line.items()) + "}"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -66,6 +72,14 @@ def test_mooncake_s_bins_are_spread_and_its_ids_become_blocks(tmp_path: Path) ->
         ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests in it"),
         ("t.jsonl", '{"timestamp": 0, "input_length": 5}', "line 1: 'output_length' is missing"),
         ("t.jsonl", "{", "line 1"),
+        ("t.jsonl", "[1]", "line 1: .1. is not an object"),
+        ("t.jsonl", mooncake(timestamp="Infinity"), "line 1: timestamp inf is not a time"),
+        ("t.jsonl", mooncake(timestamp="NaN"), "line 1: timestamp nan is not a time"),
+        ("t.jsonl", mooncake(timestamp="1" + "0" * 400), "line 1"),
+        ("t.jsonl", mooncake(input_length="1e999"), "line 1"),
+        ("t.jsonl", mooncake(hash_ids="[1e999]"), "line 1"),
+        ("t.jsonl", mooncake(hash_ids="3"), "line 1: hash_ids 3 is not a list of whole numbers"),
+        ("t.jsonl", mooncake(hash_ids='["a"]'), "line 1: hash_ids .'a'. is not a list of whole numbers"),
     ],
 )
 def test_broken_traces_are_refused_with_the_line(tmp_path: Path, name: str, text: str, message: str) -> None:

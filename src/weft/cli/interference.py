@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.cli.load import check_folders, interrupted, write_json
+from weft.cli.load import api_key, check_folders, interrupted, write_json
 from weft.cli.shapes import SHAPE_HELP
 from weft.engine.options import check_milliseconds
 from weft.errors import OptionError
@@ -41,6 +41,7 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     add("model", nargs="?", metavar="MODEL", help="left out: the small model that ships with weft")
     add("--shape", metavar="S", help=f"{SHAPE_HELP}, instead of MODEL, with random weights")
     add("--url", metavar="URL", help="of a running OpenAI-compatible server, instead of all else: seen from outside")
+    add("--api-key", metavar="KEY", help="of that server (default: the environment's OPENAI_API_KEY)")
     add(
         "--runs",
         type=int,
@@ -110,6 +111,8 @@ def _check(arguments: argparse.Namespace) -> None:
         check_milliseconds("--gap-target-ms", arguments.gap_target_ms)
     if arguments.url is None and arguments.model is not None and arguments.shape is not None:
         raise OptionError(f"MODEL {arguments.model} and --shape {arguments.shape}: give one of them")
+    if arguments.url is None and arguments.api_key is not None:
+        raise OptionError("--api-key is for a server: name it with --url, or leave the key out")
     for name in ("shape", "profile", "simulated_only", "chart") if arguments.url is not None else ():
         if getattr(arguments, name):
             raise OptionError(f"--{name.replace('_', '-')} says nothing of a server: leave it out, or --url")
@@ -140,7 +143,6 @@ def _outside(arguments: argparse.Namespace) -> int:
 
 async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
     """Appends one run after the other."""
-    import os
     import time
 
     from weft.bench.interference import Scenario
@@ -154,7 +156,7 @@ async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
     streams = [Wish(0.0, scenario.stream_prompt, STREAM_TOKENS)] * scenario.streams
     prompts = [Wish(number * scenario.every, tokens, 1) for number in range(scenario.prompts)]
     words = int(time.time())  # others for every run: a long prompt that is in the server's cache disturbs nobody
-    async with Client(arguments.url, arguments.model, key=os.environ.get("OPENAI_API_KEY")) as client:
+    async with Client(arguments.url, arguments.model, key=api_key(arguments)) as client:
         await client.meet()
         if not client.asks_to_ignore_eos:
             print("note: the server refused ignore_eos: streams may end too soon", file=sys.stderr)

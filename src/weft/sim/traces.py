@@ -72,7 +72,7 @@ def _read_azure(path: Path, text: str) -> list[Arrival]:
         try:
             moment = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
             arrivals.append(Arrival(moment, *_lengths(row["ContextTokens"], row["GeneratedTokens"])))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise OptionError(f"{path}, line {rows.line_num}: {error}") from None
     return arrivals
 
@@ -84,15 +84,21 @@ def _read_mooncake(path: Path, text: str) -> list[Arrival]:
             continue
         try:
             row = json.loads(line)
+            if not isinstance(row, dict):
+                raise TypeError(f"{row!r} is not an object")
             prompt, output = _lengths(row["input_length"], row["output_length"])
-            moment, ids = float(row["timestamp"]) / 1000, tuple(map(int, row["hash_ids"]))
+            moment, ids = float(row["timestamp"]) / 1000, row["hash_ids"]
+            if not math.isfinite(moment):
+                raise ValueError(f"timestamp {row['timestamp']} is not a time")
+            if not isinstance(ids, list) or not all(isinstance(number, int) for number in ids):
+                raise TypeError(f"hash_ids {ids!r} is not a list of whole numbers")
         except KeyError as error:
             raise OptionError(
                 f"{path}, line {number}: {error} is missing; a line has {', '.join(MOONCAKE_KEYS)}"
             ) from None
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise OptionError(f"{path}, line {number}: {error}") from None
-        arrivals.append(Arrival(moment, prompt, output, ids))
+        arrivals.append(Arrival(moment, prompt, output, tuple(ids)))
     return _spread(arrivals)
 
 
