@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.test_triton import DEVICE, _interpreter  # noqa: F401  it skips where there is no Triton
+from tests.kernels.device import DEVICE
 from weft.kernels.attention import Angles, HeadNorm, Heads
 from weft.kernels.cuda import CudaAttention, Keeping
 from weft.kernels.flashinfer import Kept, Slices

@@ -33,7 +33,7 @@ class Config(NamedTuple):
     dot: bool  # tensor cores
 
 
-# (rows rounded up to a bucket, M, K, gated) -> what scripts/check_kernels.py found fastest on an H200; for others the
+# (rows rounded up to a bucket, M, K, gated) -> what scripts/time_kernels.py found fastest on an H200; for others the
 # first of `candidates` is taken. M counts the outputs: of a gated matrix, half of its rows.
 TUNED: dict[tuple[int, int, int, bool], Config] = {
     (1, 1024, 2048, False): Config(2, 2048, 1, 8, 1, False),

@@ -1,0 +1,107 @@
+"""Tokens that are drawn, against cumulative distributions in float64."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.device import DEVICE, NAN, normal, permutation
+from weft.engine.sampling import hashed_uniform
+from weft.kernels import draw
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+
+
+def test_draw(dtype: torch.dtype) -> None:
+    for vocab in (5, 2048, 5000, 151936) if DEVICE.type == "cuda" else (5, 2048, 5000):
+        rows = 12
+        logits = normal(dtype, rows, vocab) * 3
+        logits[1] = 0  # all equal
+        logits[2, vocab // 2 :] = -torch.inf
+        logits[3] = -torch.inf
+        logits[3, vocab - 2] = -7
+        logits[4, : vocab // 2 + 1] = -torch.inf
+        logits[5, [1, vocab - 1]] = logits[5].max() + 1
+        temperature = torch.tensor([0.0, 1.0, 5.0, 0.7, 1e-5, 0.0, 0.3, 1.0, 2.0, 1.0, 1.0, 5.0], device=DEVICE)
+        uniform = torch.rand(rows, dtype=torch.float64)
+        uniform[7], uniform[8], uniform[2], uniform[9] = 0.0, 1 - 2.0**-32, 1 - 2.0**-32, 1 - 2.0**-24
+        _check_draw(logits, temperature, uniform)
+        _check_draw(logits, torch.zeros_like(temperature), uniform)
+    hopeless = torch.full((2, 3000), -torch.inf, dtype=dtype, device=DEVICE)
+    hopeless[1] = NAN
+    tokens = _draw(hopeless, torch.ones(2, device=DEVICE), _noise(torch.rand(2)))
+    assert int(tokens.min()) >= 0
+    assert int(tokens.max()) < 3000
+
+
+def test_noise() -> None:
+    """Bit by bit that of the CPU."""
+    from tests.kernels.hashing import hash_rows  # now, in the interpreter if there is no GPU
+
+    random = np.random.default_rng(1)
+    seeds = random.integers(0, 2**64, 1024, dtype=np.uint64)
+    seeds[:5] = [0, 1, 2**32 - 1, 2**63, 2**64 - 1]
+    positions = random.integers(0, 2**20, 1024)
+    halves = torch.from_numpy(seeds.view(np.int32).reshape(-1, 2).T.copy()).to(DEVICE)
+    found = torch.empty(1024, dtype=torch.float64, device=DEVICE)
+    hash_rows[(1,)](*halves, torch.from_numpy(positions).int().to(DEVICE), found, N=1024)
+    assert found.tolist() == hashed_uniform(seeds, positions).tolist()
+
+
+def _check_draw(logits: Tensor, temperature: Tensor, uniform: Tensor) -> None:
+    rows = len(logits)
+    noise = _noise(uniform)
+    slots = permutation(rows + 4)[:rows].int()
+    slots[-1] = -1
+    last = torch.full((rows + 4,), -1, dtype=torch.int32, device=DEVICE)
+    places = permutation(rows + 4)[:rows].int()
+    returned = torch.full((rows + 4,), -1, dtype=torch.int32)
+    returned = returned.pin_memory() if DEVICE.type == "cuda" else returned
+    draw.draw(logits, temperature, noise, last, slots, returned, places)
+    tokens = _draw(logits, temperature, noise)
+    assert torch.equal(last[slots[:-1].long()], tokens[:-1])
+    assert torch.equal(returned[places[:-1].long().cpu()], tokens[:-1].cpu())
+    assert int((last >= 0).sum()) == int((returned >= 0).sum()) == rows - 1, "padding was written"
+    heat = torch.where(temperature > 0, temperature, 1.0).double()
+    cumulative = torch.softmax(logits.double() / heat[:, None], -1).cumsum(-1)
+    for row, token in enumerate(tokens.tolist()):
+        if temperature[row] == 0:
+            best = logits[row].max()
+            assert token == int((logits[row] == best).nonzero()[0])
+            continue
+        assert logits[row, token] > -torch.inf
+        target, slack = float(uniform[row]), 1e-6
+        assert float(cumulative[row, token]) >= target - slack
+        assert token == 0 or float(cumulative[row, token - 1]) <= target + slack
+        this = slice(row, row + 1)
+        alone = _draw(logits[this], temperature[this], draw.Noise(*(field[this] for field in noise)))
+        assert int(alone) == token, "depends on its company"
+
+
+def _draw(logits: Tensor, temperature: Tensor, noise: draw.Noise) -> Tensor:
+    places = torch.arange(len(logits), dtype=torch.int32, device=DEVICE)
+    tokens, last = torch.empty_like(places), torch.empty_like(places)
+    draw.draw(logits, temperature, noise, last, places, tokens, places)
+    return tokens
+
+
+def _noise(uniform: Tensor) -> draw.Noise:
+    """Seeds that hash to these numbers, for some positions: the hash can be turned round."""
+    positions = np.random.default_rng(0).integers(0, 10**6, len(uniform))
+    bits = (uniform.double().numpy() * 2**32).astype(np.uint64) << np.uint64(32)
+    seeds = np.empty(len(uniform), np.uint64)
+    for row, (wanted, position) in enumerate(zip(bits.tolist(), positions.tolist(), strict=True)):
+        mixed = _unmix(wanted) ^ ((position + 1) * 0xD1342543DE82EF95) % 2**64
+        seeds[row] = (_unmix(mixed) - 0x9E3779B97F4A7C15) % 2**64
+    assert (hashed_uniform(seeds, positions + 1) == bits / 2.0**64).all()
+    halves = torch.from_numpy(seeds.view(np.int32).reshape(-1, 2).T.copy())
+    return draw.Noise(*halves.to(DEVICE), torch.from_numpy(positions).int().to(DEVICE))
+
+
+def _unmix(bits: int) -> int:
+    """What the finaliser of splitmix64 makes `bits` of."""
+    bits = bits ^ (bits >> 31) ^ (bits >> 62)
+    bits = bits * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    bits = bits ^ (bits >> 27) ^ (bits >> 54)
+    bits = bits * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    return bits ^ (bits >> 30) ^ (bits >> 60)
