@@ -2,9 +2,8 @@
 
     PYTHONPATH=src python scripts/time_kernels.py [--quick] [--only PART ...]
 
-Parts: pdl (chains of kernels that overlap against the same one by one: all bits have to agree), chain (the time of a
-layer), matvec64 (17 to 64 rows), fused, decode, draw, matvec. What matvec, matvec64 and chain print is to be copied to
-weft/kernels/matvec.py.
+Parts: chain (the time of a layer of a decode step, its kernels overlapping and not), matvec64 (17 to 64 rows), fused,
+decode, draw, matvec. What matvec, matvec64 and chain print is to be copied to weft/kernels/matvec.py.
 """
 
 import argparse
@@ -50,7 +49,7 @@ def _permutation(device: torch.device, size: int) -> Tensor:
     return torch.randperm(size, device=device)
 
 
-# Kernels that overlap
+# A chain of kernels
 
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, BLOCK_SIZE, CONTEXT = 1024, 16, 8, 128, 3072, 16, 2048  # Qwen3-0.6B
@@ -115,60 +114,6 @@ def make_layers(device: torch.device, count: int, rows: int) -> tuple[list[Layer
     return [layer() for _ in range(count)], table
 
 
-def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin()
-        result = call()
-        graph.capture_end()
-    torch.cuda.synchronize()
-    return graph, result
-
-
-def check_pdl(device: torch.device, quick: bool) -> None:
-    """Replays a chain whose kernels overlap, and the same one by one: all bits have to agree, the cache's too."""
-    assert fused.dependent(device)["PDL"], "this device cannot, or fused.PDL is False"
-    replays = 200
-    good = True
-    for rows, merge in ((1, True), (16, True), (40, False)):  # 40: products by torch, so silu_mul takes part
-        layers, table = make_layers(device, 3, rows)
-        chains = [Chain(device, rows, layers, table) for _ in range(2)]
-        graphs = []
-        for chain, pdl in zip(chains, (True, False), strict=True):
-            with changed(fused, "PDL", pdl), changed(decode, "MERGE_AT_ONCE", merge):
-                graphs.append(captured(chain.run))
-        for one, other in zip(chains[1].layers, chains[0].layers, strict=True):  # what warming up has written
-            one.k_cache.copy_(other.k_cache)
-            one.v_cache.copy_(other.v_cache)
-        xs = torch.randn(replays, rows, HIDDEN, device=device).bfloat16()
-        longest = torch.tensor([CONTEXT, 300, 64], dtype=torch.int32, device=device).repeat(replays)[:replays, None]
-        positions = (torch.rand(replays, rows, device=device) * longest).int()
-        slots = torch.stack([_permutation(device, rows).int() for _ in range(replays)])
-        if rows > 1:
-            slots[:, -1] = -1
-        different = torch.zeros(replays, dtype=torch.bool, device=device)
-        for turn in range(replays):
-            for chain, (graph, _) in zip(chains, graphs, strict=True):
-                chain.x.copy_(xs[turn])
-                chain.positions.copy_(positions[turn])
-                chain.slots.copy_(slots[turn])
-                graph.replay()
-            different[turn] = (graphs[0][1] != graphs[1][1]).any()
-        wrong = int(different.sum())
-        caches = sum(
-            int((a != b).any())
-            for one, other in zip(chains[0].layers, chains[1].layers, strict=True)
-            for a, b in ((one.k_cache, other.k_cache), (one.v_cache, other.v_cache))
-        )
-        finite = bool(graphs[0][1].isfinite().all())
-        name = f"pdl N={rows} merge {'at once' if merge else 'by a second kernel'}"
-        print(f"{name}: {wrong} of {replays} replays and {caches} of 6 caches differ{'' if finite else ', not finite'}")
-        good &= not wrong and not caches and finite
-    assert good
-
-
 def time_chain(device: torch.device, quick: bool) -> None:
     """One layer, on average over twelve, whose weights do not fit into L2 together."""
     count = 12
@@ -176,17 +121,11 @@ def time_chain(device: torch.device, quick: bool) -> None:
         layers, table = make_layers(device, count, rows)
         chain = Chain(device, rows, layers, table)
         spans = {}
-        for pdl, merge in ((True, True), (False, True), (False, False)):
-            with changed(fused, "PDL", pdl), changed(decode, "MERGE_AT_ONCE", merge):
-                spans[pdl, merge] = seconds([chain.run] * 3) / count
-        print(
-            f"layer N={rows} T=256: "
-            + ", ".join(
-                f"{'PDL' if pdl else 'no PDL'} {'one' if merge else 'two'} launches {span * 1e6:.2f} us"
-                for (pdl, merge), span in spans.items()
-            ),
-            flush=True,
-        )
+        for pdl in (True, False):
+            with changed(fused, "PDL", pdl):
+                spans[pdl] = seconds([chain.run] * 3) / count
+        both = ", ".join(f"{'overlapping' if pdl else 'one by one'} {span * 1e6:.2f} us" for pdl, span in spans.items())
+        print(f"layer N={rows} T=256: {both}", flush=True)
         if rows <= ops.FEW and not quick:
             _tune_chain(chain, rows, count)
 
@@ -428,7 +367,6 @@ def _print(name: str, span: float, size: int, plain: float | None = None) -> Non
 
 
 PARTS: dict[str, Callable[[torch.device, bool], None]] = {
-    "pdl": check_pdl,
     "chain": time_chain,
     "fused": time_fused,
     "decode": time_decode,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 import weft
 from tests.models import tiny
 from weft import SamplingParams, StructuredOutputs
+from weft.bench.shapes import shape_directory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -177,6 +178,33 @@ def test_steps_wait_for_nothing(tmp_path: Path) -> None:
             llm.generate(prompts, params, progress=False)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_kernels_that_overlap_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins while the one before still runs, and waits within. If it read too soon, or wrote, the texts would
+    part, as a few bits of any layer are enough for that in a hundred tokens."""
+    pytest.importorskip("triton")
+    from weft.kernels import fused
+
+    if not fused.dependent(torch.device("cuda"))["PDL"]:
+        pytest.skip("this device has no programmatic dependent launch")
+
+    def texts() -> list[list[int]]:
+        found = []
+        limits = {"max_num_seqs": 40, "max_model_len": 2048, "kv_cache_memory_bytes": 8 << 30}
+        with (
+            shape_directory("qwen3-0.6b") as shape,
+            weft.LLM(shape, load_format="dummy", device="cuda", **limits) as llm,
+        ):
+            for rows in (1, 3, 16, 40):  # by different kernels
+                prompts = [tiny.prompt(100 + 37 * row % 900, row).tolist() for row in range(rows)]
+                params = SamplingParams(temperature=0.8, seed=rows, max_tokens=100, ignore_eos=True)
+                found += [result.token_ids for result in llm.generate(prompts, params, progress=False)]
+        return found
+
+    overlapping = texts()
+    monkeypatch.setattr(fused, "PDL", False)
+    assert texts() == overlapping
 
 
 @pytest.mark.parametrize(
