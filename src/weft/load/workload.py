@@ -1,6 +1,5 @@
 """What is asked for, before there is any text: when requests come, how long they are, and what they share."""
 
-import csv
 import json
 import math
 import re
@@ -226,12 +225,7 @@ def of_trace(path: Path, *, rate_scale: float, duration: float | None, count: in
     for name, value in (("rate scale", rate_scale), ("duration", duration), ("number of requests", count)):
         if value is not None and not value > 0:
             raise OptionError(f"the {name} is {value:g}; it must be above 0")
-    try:
-        trace = load_trace(path)
-    except (OverflowError, csv.Error) as error:  # a number without end, or a field of a file that is no such CSV
-        raise OptionError(f"cannot read the trace {path}: {error}") from None
-    if not all(math.isfinite(arrival.time) for arrival in trace.arrivals):
-        raise OptionError(f"cannot read the trace {path}: a timestamp is not a finite number")
+    trace = load_trace(path)
     if duration is not None:
         trace = trace.first(duration)
     return [

@@ -51,9 +51,9 @@ def load_trace(path: Path) -> Trace:
     """A trace by its file's ending: Azure's CSV, or Mooncake's JSON lines."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        arrivals = _read_mooncake(text) if path.suffix == ".jsonl" else _read_azure(text)
+    except (OSError, ValueError, csv.Error) as error:
         raise OptionError(f"cannot read the trace {path}: {error}") from None
-    arrivals = _read_mooncake(path, text) if path.suffix == ".jsonl" else _read_azure(path, text)
     if not arrivals:
         raise OptionError(f"the trace {path} has no requests in it")
     ordered = sorted(arrivals, key=lambda arrival: arrival.time)
@@ -62,44 +62,46 @@ def load_trace(path: Path) -> Trace:
     return Trace(path.stem, moved, was_unsorted=ordered != arrivals)
 
 
-def _read_azure(path: Path, text: str) -> list[Arrival]:
+def _read_azure(text: str) -> list[Arrival]:
     rows = csv.DictReader(text.splitlines())
     missing = [name for name in AZURE_COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
-        raise OptionError(f"{path}: column {missing[0]} is missing; a trace has {', '.join(AZURE_COLUMNS)}")
+        raise ValueError(f"column {missing[0]} is missing; a trace has {', '.join(AZURE_COLUMNS)}")
     arrivals = []
     for row in rows:
         try:
             moment = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
             arrivals.append(Arrival(moment, *_lengths(row["ContextTokens"], row["GeneratedTokens"])))
         except (TypeError, ValueError, OverflowError) as error:
-            raise OptionError(f"{path}, line {rows.line_num}: {error}") from None
+            raise ValueError(f"line {rows.line_num}: {error}") from None
     return arrivals
 
 
-def _read_mooncake(path: Path, text: str) -> list[Arrival]:
+def _read_mooncake(text: str) -> list[Arrival]:
     arrivals = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise TypeError(f"{row!r} is not an object")
-            prompt, output = _lengths(row["input_length"], row["output_length"])
-            moment, ids = float(row["timestamp"]) / 1000, row["hash_ids"]
-            if not math.isfinite(moment):
-                raise ValueError(f"timestamp {row['timestamp']} is not a time")
-            if not isinstance(ids, list) or not all(isinstance(number, int) for number in ids):
-                raise TypeError(f"hash_ids {ids!r} is not a list of whole numbers")
+            arrivals.append(_mooncake_arrival(json.loads(line)))
         except KeyError as error:
-            raise OptionError(
-                f"{path}, line {number}: {error} is missing; a line has {', '.join(MOONCAKE_KEYS)}"
-            ) from None
+            known = ", ".join(MOONCAKE_KEYS)
+            raise ValueError(f"line {number}: {error} is missing; a line has {known}") from None
         except (TypeError, ValueError, OverflowError) as error:
-            raise OptionError(f"{path}, line {number}: {error}") from None
-        arrivals.append(Arrival(moment, prompt, output, tuple(ids)))
+            raise ValueError(f"line {number}: {error}") from None
     return _spread(arrivals)
+
+
+def _mooncake_arrival(row: object) -> Arrival:
+    if not isinstance(row, dict):
+        raise TypeError(f"{row!r} is not an object")
+    prompt, output = _lengths(row["input_length"], row["output_length"])
+    moment, ids = float(row["timestamp"]) / 1000, row["hash_ids"]
+    if not math.isfinite(moment):
+        raise ValueError(f"timestamp {row['timestamp']} is not a time")
+    if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
+        raise TypeError(f"hash_ids {ids!r} is not a list of whole numbers")
+    return Arrival(moment, prompt, output, tuple(ids))
 
 
 def _spread(arrivals: list[Arrival]) -> list[Arrival]:
