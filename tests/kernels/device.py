@@ -50,7 +50,7 @@ def permutation(size: int) -> Tensor:
     return torch.randperm(size, device=DEVICE)
 
 
-def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
     """Within one rounding of each result, and one of a typical size `scale` for those that nearly cancel."""
     error = (actual.double() - expected).abs()
     allowed = ROUNDING[dtype] * (expected.abs() + scale)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.device import DEVICE, NAN, close, normal, permutation
+from tests.kernels.device import DEVICE, NAN, assert_close, normal, permutation
 from weft.kernels import decode, shares
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
@@ -25,27 +25,27 @@ def test_decode(dtype: torch.dtype) -> None:
         (40, 2, 32, 16, None, 16, (100,)),
         (4, 2, 64, 16, None, 3, (2000, 10, 30, 60)),
     ):
-        _check_decode(dtype, heads, kv_heads, dim, block_size, window, wanted, positions)
+        _assert_attends(dtype, heads, kv_heads, dim, block_size, window, wanted, positions)
     if DEVICE.type == "cuda":
         many = torch.randint(0, 5000, (40,)).tolist()
-        _check_decode(dtype, 32, 8, 128, 16, None, 320, many)
-        _check_decode(dtype, 16, 8, 128, 16, 1024, 1, many)
-        _check_decode(dtype, 16, 8, 128, 16, None, 66, [60_000, *many])
+        _assert_attends(dtype, 32, 8, 128, 16, None, 320, many)
+        _assert_attends(dtype, 16, 8, 128, 16, 1024, 1, many)
+        _assert_attends(dtype, 16, 8, 128, 16, None, 66, [60_000, *many])
 
 
 def test_decode_tilings(dtype: torch.dtype) -> None:
     for tiling in decode.candidates(dtype, 128):
-        _check_decode(dtype, 8, 2, 128, 16, None, 16, (0, 127, 128, 500), tiling)
+        _assert_attends(dtype, 8, 2, 128, 16, None, 16, (0, 127, 128, 500), tiling)
 
 
 def test_decode_merges(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """More splits than are read at once."""
     monkeypatch.setattr(decode, "MERGED", 512)
-    _check_decode(dtype, 4, 2, 64, 16, None, 48, (0, 64, 700))
-    _check_decode(dtype, 3, 1, 80, 16, 90, 16, (300, 20))
+    _assert_attends(dtype, 4, 2, 64, 16, None, 48, (0, 64, 700))
+    _assert_attends(dtype, 3, 1, 80, 16, 90, 16, (300, 20))
 
 
-def _check_decode(
+def _assert_attends(
     dtype: torch.dtype,
     heads: int,
     kv_heads: int,
@@ -83,7 +83,7 @@ def _check_decode(
     inputs = (q, k_cache, v_cache, tables, work, 0.2, workspace)
     decode.paged_decode(*inputs, out, tiling=tiling)
     assert (out[-1] == 7).all(), "a row without a share was written"
-    close(out[:-1].view(-1, heads, dim), expected[:-1], dtype, scale=2.0)
+    assert_close(out[:-1].view(-1, heads, dim), expected[:-1], dtype, scale=2.0)
     assert not workspace.ended.any()
     if DEVICE.type == "cuda":  # where programs end in another order each time
         for _ in range(3):

@@ -25,8 +25,8 @@ def test_draw(dtype: torch.dtype) -> None:
         temperature = torch.tensor([0.0, 1.0, 5.0, 0.7, 1e-5, 0.0, 0.3, 1.0, 2.0, 1.0, 1.0, 5.0], device=DEVICE)
         uniform = torch.rand(rows, dtype=torch.float64)
         uniform[7], uniform[8], uniform[2], uniform[9] = 0.0, 1 - 2.0**-32, 1 - 2.0**-32, 1 - 2.0**-24
-        _check_draw(logits, temperature, uniform)
-        _check_draw(logits, torch.zeros_like(temperature), uniform)
+        _assert_draws(logits, temperature, uniform)
+        _assert_draws(logits, torch.zeros_like(temperature), uniform)
     hopeless = torch.full((2, 3000), -torch.inf, dtype=dtype, device=DEVICE)
     hopeless[1] = NAN
     tokens = _draw(hopeless, torch.ones(2, device=DEVICE), _noise(torch.rand(2)))
@@ -48,7 +48,7 @@ def test_noise() -> None:
     assert found.tolist() == hashed_uniform(seeds, positions).tolist()
 
 
-def _check_draw(logits: Tensor, temperature: Tensor, uniform: Tensor) -> None:
+def _assert_draws(logits: Tensor, temperature: Tensor, uniform: Tensor) -> None:
     rows = len(logits)
     noise = _noise(uniform)
     slots = permutation(rows + 4)[:rows].int()

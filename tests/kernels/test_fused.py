@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.device import DEVICE, NAN, close, normal, permutation
+from tests.kernels.device import DEVICE, NAN, assert_close, normal, permutation
 from weft.kernels import fused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
@@ -21,14 +21,14 @@ def test_add_rms_norm(dtype: torch.dtype) -> None:
             expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
             normed, kept = fused.add_rms_norm(x.clone(), None if residual is None else residual.clone(), weight, 1e-6)
             assert torch.equal(kept, total)
-            close(normed, expected, dtype)
+            assert_close(normed, expected, dtype)
 
 
 def test_silu_mul(dtype: torch.dtype) -> None:
     for rows, inner in ((1, 48), (3, 1000), (40, 96), (300, 7)):
         gate_up = normal(dtype, rows, 2 * inner) * 4
         gate, up = gate_up.double().chunk(2, dim=-1)
-        close(fused.silu_mul(gate_up), F.silu(gate) * up, dtype)
+        assert_close(fused.silu_mul(gate_up), F.silu(gate) * up, dtype)
 
 
 def test_norm_rope_write(dtype: torch.dtype) -> None:
@@ -57,10 +57,10 @@ def test_norm_rope_write(dtype: torch.dtype) -> None:
         q = fused.norm_rope_write(qkv, q_weight, k_weight, 1e-6, table, *rest, copy=copy, copied=copied)
         q_in, k_in, v_in = torch.split(qkv.double().view(tokens, -1, dim), [heads, kv_heads, kv_heads], 1)
         cos, sin = (x[positions][:, None].double() for x in table.unbind(1))
-        close(q[1:], rotated(normed(q_in, q_weight), cos, sin)[1:], dtype)
+        assert_close(q[1:], rotated(normed(q_in, q_weight), cos, sin)[1:], dtype)
         blocks = tables[slots[1:], positions[1:] // block_size].long()
         at = (blocks, positions[1:] % block_size)
-        close(k_cache[at], rotated(normed(k_in, k_weight), cos, sin)[1:], dtype)
+        assert_close(k_cache[at], rotated(normed(k_in, k_weight), cos, sin)[1:], dtype)
         assert torch.equal(v_cache[at].double(), v_in[1:])
         for cache in (k_cache, v_cache):
             assert int((~cache.isnan()).sum()) == (tokens - 1) * kv_heads * dim, "written elsewhere too"

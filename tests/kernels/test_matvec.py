@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.device import DEVICE, close, normal
+from tests.kernels.device import DEVICE, assert_close, normal
 from weft.kernels import matvec, ops
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
@@ -21,8 +21,8 @@ def test_matvec(dtype: torch.dtype) -> None:
         x, weight, bias = normal(dtype, rows, k), normal(dtype, m, k), normal(dtype, m)
         expected = x.double() @ weight.double().T
         for config in _some_configs(rows, m, k, dtype, False):
-            close(matvec.matvec(x, weight, config=config), expected, dtype, scale=math.sqrt(k))
-        close(matvec.matvec(x, weight, bias), expected + bias.double(), dtype, scale=math.sqrt(k))
+            assert_close(matvec.matvec(x, weight, config=config), expected, dtype, scale=math.sqrt(k))
+        assert_close(matvec.matvec(x, weight, bias), expected + bias.double(), dtype, scale=math.sqrt(k))
         shared = _some_configs(rows, m, k, dtype, False)[-1]
         twice = [matvec.matvec(x, weight, bias, config=shared) for _ in range(2)]
         assert torch.equal(*twice), "not reproducible"
@@ -33,7 +33,7 @@ def test_matvec_silu(dtype: torch.dtype) -> None:
         x, weight = normal(dtype, rows, k), normal(dtype, 2 * inner, k) / math.sqrt(k)
         gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
         for config in _some_configs(rows, inner, k, dtype, True):
-            close(matvec.matvec_silu(x, weight, config=config), F.silu(gate) * up, dtype)
+            assert_close(matvec.matvec_silu(x, weight, config=config), F.silu(gate) * up, dtype)
 
 
 def _some_configs(rows: int, m: int, k: int, dtype: torch.dtype, gated: bool) -> list[matvec.Config]:

@@ -185,7 +185,7 @@ class _Host:
         self._take(size)
         self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def free(self, size: int = 0) -> "_Host":
+    def free(self, size: int) -> "_Host":
         """Waits until it may be filled again, which was long ago but for a device that is three steps behind."""
         self._read.synchronize()
         if size > self.array.size:
