@@ -1,6 +1,7 @@
 """The engine on a GPU against the engine on the CPU. `pytest tests/gpu` runs all that need one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ PARAMS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0, "top_p": 0.7},
     "top_k": {"temperature": 1.0, "top_k": 5},
     "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "top_k and top_p": {"temperature": 0.9, "top_k": 8, "top_p": 0.8},
+    "all cuts": {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
+    "penalties and cuts": {"temperature": 1.0, "repetition_penalty": 1.2, "top_p": 0.8, "top_k": 12},
     "penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
     "bias": {"temperature": 1.0, "logit_bias": {5: 3.0, 9: -100.0}},
     "min_tokens": {"temperature": 1.0, "min_tokens": 10, "stop_token_ids": [7]},
@@ -169,7 +173,8 @@ def test_a_structure_is_kept_to() -> None:
 def test_steps_wait_for_nothing(tmp_path: Path) -> None:
     """Torch tells where the host waits for the device. Only `result` does, by an event, which is not told."""
     tiny.save(tiny.llama(), tmp_path)
-    params = SamplingParams(temperature=0.7, seed=3, max_tokens=TOKENS, ignore_eos=True)
+    cuts: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.1}]
+    params = [SamplingParams(temperature=0.7, seed=3, max_tokens=TOKENS, ignore_eos=True, **cut) for cut in cuts]
     prompts = [tiny.prompt(length, seed).tolist() for seed, length in enumerate(LENGTHS)]
     with weft.LLM(tmp_path, device="cuda", max_num_seqs=4, kv_cache_memory_bytes=32 << 20) as llm:
         llm.generate(prompts, params, progress=False)
@@ -255,6 +260,8 @@ def test_nothing_is_compiled_in_service(head_dim: int, tokens: int, tmp_path: Pa
                 prompts = [tiny.prompt(int(random.integers(3, 100)), seed).tolist() for seed in range(count)]
                 params = SamplingParams(temperature=0.7, max_tokens=int(random.integers(5, 25)), ignore_eos=True)
                 llm.generate(prompts, params, progress=False)
+                for asked in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.9}, {"presence_penalty": 1.0}):
+                    llm.generate(prompts[:3], replace(params, **asked), progress=False)  # type: ignore[arg-type]
                 known = [tiny.prompt(40, 0).tolist() + tiny.prompt(50, seed).tolist() for seed in range(3)]
                 llm.generate(known, params, progress=False)  # from the second on, behind what is cached
         finally:

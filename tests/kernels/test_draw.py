@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from tests.kernels.device import DEVICE, NAN, normal, permutation
-from weft.engine.sampling import hashed_uniform
+from weft import SamplingParams
+from weft.engine.executor import SlotSetup
+from weft.engine.sampling import Sampler, hashed_uniform
 from weft.kernels import draw
+from weft.kernels.truncate import Cuts
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 
@@ -32,6 +35,42 @@ def test_draw(dtype: torch.dtype) -> None:
     tokens = _draw(hopeless, torch.ones(2, device=DEVICE), _noise(torch.rand(2)))
     assert int(tokens.min()) >= 0
     assert int(tokens.max()) < 3000
+
+
+@pytest.mark.parametrize("step", [0.0, 0.5])  # between logits: with 0.5 most have the same as many others
+@pytest.mark.parametrize("vocab", [3, 100, 2500])
+def test_what_is_truncated_is_what_the_cpu_truncates(dtype: torch.dtype, vocab: int, step: float) -> None:
+    generator = np.random.default_rng(vocab)
+    rows = 96 if DEVICE.type == "cuda" else 12
+    logits = normal(dtype, rows, vocab) * 3
+    logits = (logits / step).round() * step if step else logits
+    logits[5], logits[6, vocab // 2 :] = 1.0, -torch.inf
+    kinds = {
+        "top_k": [0, 1, 2, 20, vocab - 1, vocab + 1],
+        "top_p": [1, 1e-6, 0.3141, 0.9077, 0.99913],
+        "min_p": [0, 0.02, 0.5, 1],
+    }
+    for names in (["top_k"], ["top_p"], ["min_p"], ["top_k", "top_p"], ["top_p", "min_p"], list(kinds)):
+        params = [
+            SamplingParams(
+                temperature=float(generator.choice([0, 0.2, 1, 3])),
+                **{name: kinds[name][generator.integers(len(kinds[name]))] for name in names},
+            )
+            for _ in range(rows)
+        ]
+        sampler = Sampler(rows, vocab, torch.device("cpu"))
+        nothing = np.empty(0, np.int32)
+        for row, one in enumerate(params):
+            sampler.setup(SlotSetup(row, one, int(generator.integers(2**63)), nothing, nothing, (), None))
+        slots, positions = np.arange(rows), generator.integers(0, 1000, rows)
+        expected = sampler.sample(logits.float().cpu(), slots, positions + 1)
+        temperature, low, high, top_k, top_p, floor = torch.from_numpy(sampler.drawing).to(DEVICE)
+        noise = draw.Noise(low, high, torch.from_numpy(positions).int().to(DEVICE))
+        cuts = Cuts(top_k, top_p.view(torch.float32), floor.view(torch.float32))
+        truncation = draw.Truncation(cuts, *sampler.cuts_by(slots))
+        found = _draw(logits, temperature.view(torch.float32), noise, truncation)
+        wrong = (found.cpu() != expected).nonzero().flatten().tolist()
+        assert [(row, params[row], int(found[row]), int(expected[row])) for row in wrong] == []
 
 
 def test_noise() -> None:
@@ -78,10 +117,10 @@ def _assert_draws(logits: Tensor, temperature: Tensor, uniform: Tensor) -> None:
         assert int(alone) == token, "depends on its company"
 
 
-def _draw(logits: Tensor, temperature: Tensor, noise: draw.Noise) -> Tensor:
+def _draw(logits: Tensor, temperature: Tensor, noise: draw.Noise, truncation: draw.Truncation | None = None) -> Tensor:
     places = torch.arange(len(logits), dtype=torch.int32, device=DEVICE)
     tokens, last = torch.empty_like(places), torch.empty_like(places)
-    draw.draw(logits, temperature, noise, last, places, tokens, places)
+    draw.draw(logits, temperature, noise, last, places, tokens, places, truncation)
     return tokens
 
 

@@ -27,8 +27,9 @@ from weft.kernels import flashinfer
 from weft.kernels.attention import Heads
 from weft.kernels.cuda import CudaAttention, Ends, Keeping, PlainPrefills, Prefills, sm_count
 from weft.kernels.decode import Workspace, wanted_shares
-from weft.kernels.draw import Noise, draw
+from weft.kernels.draw import Noise, Truncation, draw
 from weft.kernels.shares import Shares, divide, most_shares
+from weft.kernels.truncate import Cuts
 from weft.kv import KVPool
 from weft.models import CausalLM
 from weft.models.layers import wide
@@ -132,46 +133,47 @@ class CudaExecutor:
         self._write_blocks(plan)
         if plan.num_decodes == len(plan.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
             self._write_rows(plan, rows, size)
-            scores = self._decodes[size].replay()
-            if not self.sampler.is_plain(pending.slots):
-                self._sample(pending, plan, scores[: len(rows)])
+            self._sample(pending, plan, self._decodes[size].replay()[: len(rows)], is_drawn=True)
         elif any(self.sampler.wants_prompt(slot) for slot in plan.slots[plan.num_decodes :].tolist()):
             self._write_rows(plan, rows, len(rows))
             hidden = self._forward(plan, inputs, all_rows=True)
             if len(rows):
                 ends = self._rows.ends[: len(rows)]
-                self._draw(pending, plan, self.model.scores(hidden.index_select(0, ends)))
+                self._sample(pending, plan, self.model.scores(hidden.index_select(0, ends)))
             self._describe_prompts(pending, plan, hidden)
         else:
             self._write_rows(plan, rows, self.limits.max_num_seqs)
             hidden = self._forward(plan, inputs)
             if len(rows):
-                self._draw(pending, plan, self.model.scores(hidden[: len(rows)]))
+                self._sample(pending, plan, self.model.scores(hidden[: len(rows)]))
         pending.ended.record(stream)
         self._desk.close(pending.ended)
         self._pending = pending
         return pending
 
-    def _draw(self, pending: "CudaPending", plan: StepPlan, scores: Tensor) -> None:
-        """One token a row, which stays on the device, and a copy of it on its way to the host."""
-        if self.sampler.is_plain(pending.slots):
-            self._draw_plain(scores)
-        else:
-            self._sample(pending, plan, scores)
+    def _sample(self, pending: "CudaPending", plan: StepPlan, scores: Tensor, *, is_drawn: bool = False) -> None:
+        """One token a row, which stays on the device, and a copy of it on its way to the host. If a graph has drawn
+        already, as if all asked for nothing but a temperature, that stands if they do."""
+        sampler, slots, rows = self.sampler, pending.slots, pending.rows
+        edits, cuts = sampler.edits(slots), sampler.cuts(slots)
+        if not edits:
+            if cuts or not is_drawn:
+                self._draw(scores, sampler.cuts_by(slots) if cuts else None)
+            return
+        logits = wide(scores)
+        self._draw(
+            sampler.edit(logits, slots, plan.first[rows] + plan.count[rows]), sampler.cuts_by(slots) if cuts else None
+        )
+        tokens = self._last_token.index_select(0, self._rows.slots[: len(rows)]).long()
+        sampler.note(slots, tokens)
+        pending.logprobs = sampler.describe(logits, tokens, slots)
 
-    def _draw_plain(self, scores: Tensor) -> None:
+    def _draw(self, scores: Tensor, cuts_by: tuple[bool, bool] | None = None) -> None:
+        """By the numbers of the step's rows; from all tokens, or truncated by counts, by probability, or by both."""
         rows = Rows(*(field[: len(scores)] for field in self._rows))
         noise = Noise(rows.low, rows.high, rows.positions)
-        draw(scores, rows.temperature, noise, self._last_token, rows.slots, self._returns.view(-1), rows.places)
-
-    def _sample(self, pending: "CudaPending", plan: StepPlan, scores: Tensor) -> None:
-        """The same for a step in which one asks for more than a temperature. What a graph has drawn does not count."""
-        rows, slots, logits = pending.rows, pending.slots, wide(scores)
-        chosen = self.sampler.sample(logits, slots, plan.first[rows] + plan.count[rows])
-        tokens = chosen.int()
-        self._last_token.index_copy_(0, self._rows.slots[: len(rows)].long(), tokens)
-        pending.logprobs = self.sampler.describe(logits, chosen, slots)
-        pending.tokens.copy_(tokens, non_blocking=True)
+        cuts = None if cuts_by is None else Truncation(Cuts(rows.top_k, rows.top_p, rows.floor), *cuts_by)
+        draw(scores, rows.temperature, noise, self._last_token, rows.slots, self._returns.view(-1), rows.places, cuts)
 
     def _describe_prompts(self, pending: "CudaPending", plan: StepPlan, hidden: Tensor) -> None:
         ends = np.cumsum(plan.count).tolist()
@@ -291,7 +293,7 @@ class CudaExecutor:
         slots, positions = self._rows.slots[:rows], self._rows.positions[:rows]
         ids = self._last_token.index_select(0, slots.clamp(min=0))
         scores = self.model.scores(self.model.forward(ids, self._attention(slots, positions, rows)))
-        self._draw_plain(scores)
+        self._draw(scores)
         return scores
 
     @contextmanager
@@ -365,8 +367,9 @@ class CudaExecutor:
         hidden = self.model.forward(ids, attention)
         rows = limits.max_num_seqs
         scores = self.model.scores(hidden[:1].expand(rows, -1).contiguous())
-        wide(scores)
-        self._draw_plain(scores)
+        for logits in (scores, wide(scores)):
+            for cuts_by in (None, (True, True)):
+                self._draw(logits, cuts_by)
 
 
 class CudaPending:

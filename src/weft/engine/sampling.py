@@ -27,14 +27,16 @@ class Sampler:
         self.top_p = np.ones(slots, np.float64)
         self.min_p = np.zeros(slots, np.float64)
         self.seed = np.zeros(slots, np.uint64)
-        # The same for a kernel: temperature (the bits of float32), the seed's lower half and its upper half.
-        self.drawing = np.zeros((3, slots), np.int32)
+        # The same for kernels: temperature, the seed's lower half and its upper half, top_k, top_p and the logarithm of
+        # min_p. Of what is no whole number, the bits of float32.
+        self.drawing = np.zeros((6, slots), np.int32)
         self.logprobs = np.full(slots, -1, np.int64)  # -1: none
         self.prompt_logprobs = np.full(slots, -1, np.int64)
         self.penalties = np.zeros((slots, 3), np.float64)  # repetition, frequency, presence
         self.min_position = np.zeros(slots, np.int64)  # before this position the slot's stop ids are banned
         self._biased = np.zeros(slots, np.bool_)
-        self._plain = np.ones(slots, np.bool_)  # nothing but a temperature
+        self._cut = np.zeros(slots, np.bool_)
+        self._edited = np.zeros(slots, np.bool_)  # it asks for more than what a kernel can draw from the model's logits
         self._biases: dict[int, _TokenValues] = {}
         self._bans: dict[int, _TokenValues] = {}
         self._prompts: dict[int, NDArray[np.int32]] = {}  # of requests that want prompt log probabilities
@@ -46,12 +48,11 @@ class Sampler:
         slot, params = setup.slot, setup.params
         # So small a temperature would only lead out of the range of float32.
         self.temperature[slot] = params.temperature if params.temperature >= 1e-5 else 0.0
-        self.top_k[slot] = min(max(0, params.top_k), self.vocab_size)
+        self.top_k[slot] = params.top_k if 0 < params.top_k < self.vocab_size else 0
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.seed[slot] = np.uint64(setup.seed & (2**64 - 1))
-        self.drawing[0, slot] = np.float32(self.temperature[slot]).view(np.int32)
-        self.drawing[1:, slot] = self.seed[slot : slot + 1].view(np.int32)  # little-endian
+        self.drawing[:, slot] = self._drawing(slot)
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.penalties[slot] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
@@ -68,21 +69,26 @@ class Sampler:
             self._history.open(slot, setup.prompt, setup.output)
         else:
             self._history.close(slot)
-        self._plain[slot] = not (
+        self._cut[slot] = self.top_k[slot] > 0 or params.top_p < 1 or params.min_p > 0
+        self._edited[slot] = (
             params.has_penalties
-            or params.logit_bias
+            or bool(params.logit_bias)
             or banned
             or setup.grammar is not None
             or params.logprobs is not None
-            or 0 < self.top_k[slot] < self.vocab_size
-            or params.top_p < 1
-            or params.min_p > 0
         )
         if setup.grammar is not None:
             ends = setup.stop_ids if params.min_tokens > 0 else ()
             self._masks.open(slot, setup.grammar, setup.output, ends, len(setup.prompt) + params.min_tokens)
         else:
             self._masks.close(slot)
+
+    def _drawing(self, slot: int) -> NDArray[np.int32]:
+        floor = np.log(self.min_p[slot]) if self.min_p[slot] > 0 else -np.inf
+        top_p = self.top_p[slot] if self.top_p[slot] < 1 else 2.0
+        heat, top_p, floor = np.array([self.temperature[slot], top_p, floor], np.float32).view(np.int32)
+        low, high = self.seed[slot : slot + 1].view(np.int32)  # little-endian
+        return np.array([heat, low, high, self.top_k[slot] or self.vocab_size, top_p, floor], np.int32)
 
     def close(self) -> None:
         self._masks.shutdown()
@@ -91,19 +97,32 @@ class Sampler:
         """Whether the next token of one of these depends on its last by a grammar."""
         return bool(self._masks.active[slots].any())
 
-    def is_plain(self, slots: NDArray[np.int64]) -> bool:
-        """Whether nobody here asks for anything but a temperature."""
-        return bool(self._plain[slots].all())
+    def edits(self, slots: NDArray[np.int64]) -> bool:
+        """Whether somebody here asks for more than a temperature, top_k, top_p and min_p."""
+        return bool(self._edited[slots].any())
+
+    def cuts(self, slots: NDArray[np.int64]) -> bool:
+        """Whether somebody here is not drawn from all tokens."""
+        return bool(self._cut[slots].any())
+
+    def cuts_by(self, slots: NDArray[np.int64]) -> tuple[bool, bool]:
+        """Whether it takes counts to truncate what these draw from, and whether it takes probabilities."""
+        has_top_p = bool((self.top_p[slots] < 1).any())
+        return bool(self.top_k[slots].any()) or (has_top_p and bool(self.min_p[slots].any())), has_top_p
 
     def sample(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """Tokens for `positions` (one per row) from raw logits [rows, vocab]. Logits are not changed."""
-        logits = self._edit(logits, slots, positions)
+        logits = self.edit(logits, slots, positions)
         greedy = not self.temperature[slots].any()
         tokens = logits.argmax(-1) if greedy else self._draw(logits, slots, positions)
+        self.note(slots, tokens)
+        return tokens
+
+    def note(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
+        """What was drawn, for the penalties to come."""
         penalised = np.flatnonzero(self._history.row[slots] >= 0)
         if len(penalised):
             self._history.append(slots[penalised], tokens[upload(penalised, self.device)])
-        return tokens
 
     def advance(self, slots: NDArray[np.int64], tokens: list[int]) -> None:
         """The sampled tokens, as soon as the host knows them. What they allow next is found in the background."""
@@ -137,7 +156,7 @@ class Sampler:
             found += _logprobs(logits, piece, [wanted] * len(piece))
         return found
 
-    def _edit(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
+    def edit(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """Bias, bans and penalties, in vLLM's order; then the tokens that a grammar does not allow become -inf."""
         biased = np.flatnonzero(self._biased[slots])
         banned = np.flatnonzero(positions < self.min_position[slots])

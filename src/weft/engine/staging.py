@@ -19,7 +19,7 @@ NOBODY = -1  # the slot of a row or a token that is only there because a graph h
 
 
 class Rows(NamedTuple):
-    """Of every row that samples: seven numbers."""
+    """Of every row that samples: ten numbers."""
 
     slots: Tensor
     positions: Tensor  # of its last token
@@ -28,16 +28,20 @@ class Rows(NamedTuple):
     temperature: Tensor
     low: Tensor  # its seed's lower half
     high: Tensor
+    top_k: Tensor  # the last three: see `Cuts`
+    top_p: Tensor
+    floor: Tensor
 
     @staticmethod
     def nobody() -> tuple[int, ...]:
-        return (NOBODY, 0, 0, 0, 0, 0, 0)
+        return (NOBODY, *[0] * 9)
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Rows":
-        """From int32, of which one holds the bits of float32."""
+        """From int32, of which some hold the bits of float32."""
         found = cls(*numbers)
-        return found._replace(temperature=found.temperature.view(torch.float32))
+        temperature, top_p, floor = (field.view(torch.float32) for field in (found.temperature, *found[-2:]))
+        return found._replace(temperature=temperature, top_p=top_p, floor=floor)
 
 
 class Tokens(NamedTuple):

@@ -13,6 +13,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from weft.kernels.truncate import ROUNDS, Border, Cuts, mass_of, power_of, rank_of, truncate
+
 TILE = 2048  # logits; the second kernel reads one such tile a row again
 
 
@@ -24,6 +26,14 @@ class Noise(NamedTuple):
     positions: Tensor  # of the row's last token; the one that is drawn comes behind it
 
 
+class Truncation(NamedTuple):
+    """For rows that are not drawn from all tokens."""
+
+    cuts: Cuts
+    by_count: bool
+    by_mass: bool
+
+
 def draw(
     logits: Tensor,  # [N, V]
     temperature: Tensor,  # [N] float32; 0: greedy, the lowest token among equals
@@ -32,6 +42,7 @@ def draw(
     slots: Tensor,  # [N] int32; negative: padding, which is written nowhere
     tokens: Tensor,  # [M] int32, where it is written as well, in its place: this may be the host's pinned memory
     places: Tensor,  # [N] int32
+    truncation: Truncation | None = None,
 ) -> None:
     """Tokens from softmax(logits / temperature). A token of probability 0 is never drawn."""
     rows, vocab = logits.shape
@@ -43,13 +54,18 @@ def draw(
     highest, sums = (torch.empty((rows, tiles), dtype=torch.float32, device=logits.device) for _ in range(2))
     tops = torch.empty((rows, tiles), dtype=torch.int32, device=logits.device)
     _summarise[(tiles, rows)](logits, temperature, highest, sums, tops, vocab, logits.stride(0), TILE=TILE, num_warps=4)
+    if truncation is None:
+        border = Border(tops, tops, sums, tops)  # of which only the sums are read
+    else:
+        cuts, by_count, by_mass = truncation
+        border = truncate(logits, temperature, highest, sums, cuts, TILE, by_count=by_count, by_mass=by_mass)
     _select[(rows,)](
         logits,
         temperature,
         *noise,
         highest,
-        sums,
         tops,
+        *border,
         last_token,
         slots,
         tokens,
@@ -57,6 +73,8 @@ def draw(
         vocab,
         logits.stride(0),
         tiles,
+        CUT=truncation is not None,
+        SHIFT=ROUNDS[logits.dtype][0],
         TILE=TILE,
         TILES=max(2, triton.next_power_of_2(tiles)),
         num_warps=4,
@@ -81,16 +99,6 @@ def _uniform(low, high, position):
 
 
 @triton.jit
-def _powers(logits, highest, temperature):
-    """exp((logit - highest) / temperature): 1 at the highest logit, 0 where a logit is -inf, even if all are.
-
-    Divided only after the subtraction, so that nothing overflows however small the temperature is.
-    """
-    top = tl.where(highest == float("-inf"), 0.0, highest)
-    return tl.exp((logits - top) / tl.where(temperature > 0, temperature, 1.0))
-
-
-@triton.jit
 def _summarise(logits, temperature, highest, sums, tops, vocab, stride, TILE: tl.constexpr):
     """Of one tile of one row: the highest logit, the first place that has it, and the sum of the powers."""
     tile = tl.program_id(0)
@@ -98,7 +106,7 @@ def _summarise(logits, temperature, highest, sums, tops, vocab, stride, TILE: tl
     tokens = tile * TILE + tl.arange(0, TILE)
     values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
     top = tl.max(values, 0)
-    total = tl.sum(_powers(values, top, tl.load(temperature + row)), 0)
+    total = tl.sum(power_of(values, top, tl.load(temperature + row)), 0)
     at = row * tl.num_programs(0) + tile
     tl.store(highest + at, top)
     tl.store(sums + at, total)
@@ -113,8 +121,11 @@ def _select(
     high,
     positions,
     highest,
-    sums,
     tops,
+    border,
+    ties,
+    sums,
+    equal,
     last_token,
     slots,
     out,
@@ -122,6 +133,8 @@ def _select(
     vocab,
     stride,
     tiles,
+    CUT: tl.constexpr,
+    SHIFT: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
@@ -136,8 +149,14 @@ def _select(
     greedy = tl.min(tl.where(heights == top, first, vocab), 0)
 
     # The tile: the first whose cumulative mass exceeds the target. Where rounding leaves none, the last with any mass.
-    factors = _powers(heights, top, heat).to(tl.float64)
+    factors = power_of(heights, top, heat).to(tl.float64)
     mass = factors * tl.load(sums + at, mask=each < tiles, other=0.0).to(tl.float64)
+    if CUT:
+        least = tl.load(border + row)
+        there = tl.load(equal + at, mask=each < tiles, other=0).to(tl.int64)
+        room = tl.load(ties + row) - (tl.cumsum(there, 0) - there)  # for those of each tile
+        taken = tl.maximum(tl.minimum(there, room), 0)
+        mass += mass_of(taken, least, top, heat, SHIFT)
     cumulative = tl.cumsum(mass, 0)
     uniform = _uniform(tl.load(low + row), tl.load(high + row), tl.load(positions + row) + 1)
     target = uniform * tl.sum(mass, 0)
@@ -152,7 +171,12 @@ def _select(
     # The token in it, in the same way, in the tile's own unit of mass.
     tokens = tile * TILE + tl.arange(0, TILE)
     values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-    powers = _powers(values, tile_top, heat)
+    powers = power_of(values, tile_top, heat)
+    if CUT:
+        ranks = tl.where(tokens < vocab, rank_of(values, SHIFT), -2147483648)
+        is_tie = (ranks == least).to(tl.int64)
+        is_taken = (is_tie > 0) & (tl.cumsum(is_tie, 0) <= tl.sum(tl.where(chosen, taken, 0), 0))
+        powers = tl.where((ranks > least) | is_taken, powers, 0.0)
     target = (target - before) / tl.where(factor > 0, factor, 1.0)
     possible = powers > 0
     beyond = possible & (tl.cumsum(powers.to(tl.float64), 0) > target)
