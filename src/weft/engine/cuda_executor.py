@@ -89,6 +89,7 @@ class CudaExecutor:
             if self._flashinfer.kept.capacity:
                 self._keeping = Keeping(self._flashinfer.kept.copy, self._kept_board.numbers[0])
         self._decodes: dict[int, Whole] = {}
+        self._cuts: dict[int, Whole] = {}  # the tokens of such a step, drawn again, where some are not drawn from all
         self._mixed: dict[int, Pieces] = {}
         wave = 0 if self._flashinfer is None else self._flashinfer.wave
         self.lumps = Lumps(GRAIN if model.can_be_captured else 1, wave)
@@ -102,6 +103,7 @@ class CudaExecutor:
         if self._flashinfer is not None:
             self._flashinfer.kept.forget()
         self._decodes.clear()
+        self._cuts.clear()
         self._mixed.clear()
         torch.cuda.empty_cache()
 
@@ -112,6 +114,7 @@ class CudaExecutor:
             self.sampler.close()
             self._pending = None  # it knows us, and we know it
             self._decodes.clear()
+            self._cuts.clear()
             self._mixed.clear()
             self._flashinfer = self._keeping = None
             del self.model, self.kv  # the next engine needs their memory, whoever still holds this one
@@ -133,7 +136,11 @@ class CudaExecutor:
         self._write_blocks(plan)
         if plan.num_decodes == len(plan.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
             self._write_rows(plan, rows, size)
-            self._sample(pending, plan, self._decodes[size].replay()[: len(rows)], is_drawn=True)
+            scores = self._decodes[size].replay()
+            if self.sampler.edits(pending.slots):
+                self._sample(pending, plan, scores[: len(rows)])
+            elif self.sampler.cuts(pending.slots):
+                self._cuts[size].replay()
         elif any(self.sampler.wants_prompt(slot) for slot in plan.slots[plan.num_decodes :].tolist()):
             self._write_rows(plan, rows, len(rows))
             hidden = self._forward(plan, inputs, all_rows=True)
@@ -151,29 +158,27 @@ class CudaExecutor:
         self._pending = pending
         return pending
 
-    def _sample(self, pending: "CudaPending", plan: StepPlan, scores: Tensor, *, is_drawn: bool = False) -> None:
-        """One token a row, which stays on the device, and a copy of it on its way to the host. If a graph has drawn
-        already, as if all asked for nothing but a temperature, that stands if they do."""
+    def _sample(self, pending: "CudaPending", plan: StepPlan, scores: Tensor) -> None:
+        """One token a row, which stays on the device, and a copy of it on its way to the host."""
         sampler, slots, rows = self.sampler, pending.slots, pending.rows
-        edits, cuts = sampler.edits(slots), sampler.cuts(slots)
-        if not edits:
-            if cuts or not is_drawn:
-                self._draw(scores, sampler.cuts_by(slots) if cuts else None)
+        cuts_by = sampler.cuts_by(slots) if sampler.cuts(slots) else None
+        if not sampler.edits(slots):
+            self._draw(scores, cuts_by)
             return
         logits = wide(scores)
-        self._draw(
-            sampler.edit(logits, slots, plan.first[rows] + plan.count[rows]), sampler.cuts_by(slots) if cuts else None
-        )
+        self._draw(sampler.edit(logits, slots, plan.first[rows] + plan.count[rows]), cuts_by)
         tokens = self._last_token.index_select(0, self._rows.slots[: len(rows)]).long()
         sampler.note(slots, tokens)
         pending.logprobs = sampler.describe(logits, tokens, slots)
 
-    def _draw(self, scores: Tensor, cuts_by: tuple[bool, bool] | None = None) -> None:
-        """By the numbers of the step's rows; from all tokens, or truncated by counts, by probability, or by both."""
+    def _draw(self, scores: Tensor, cuts_by: tuple[bool, bool] | None = None) -> Tensor:
+        """By the numbers of the step's rows; from all tokens, or truncated by counts, by probability, or by both.
+        Gives the scores back."""
         rows = Rows(*(field[: len(scores)] for field in self._rows))
         noise = Noise(rows.low, rows.high, rows.positions)
         cuts = None if cuts_by is None else Truncation(Cuts(rows.top_k, rows.top_p, rows.floor), *cuts_by)
         draw(scores, rows.temperature, noise, self._last_token, rows.slots, self._returns.view(-1), rows.places, cuts)
+        return scores
 
     def _describe_prompts(self, pending: "CudaPending", plan: StepPlan, hidden: Tensor) -> None:
         ends = np.cumsum(plan.count).tolist()
@@ -278,7 +283,8 @@ class CudaExecutor:
                 progress(done := done + 1)
             for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
                 with self._trial():  # the fetch of the warm-up; that which is captured is not run
-                    self._decodes[size] = Whole(lambda size=size: self._decode(size), pool)  # type: ignore[misc]
+                    decode = self._decodes[size] = Whole(lambda size=size: self._decode(size), pool)  # type: ignore[misc]
+                self._cuts[size] = Whole(lambda decode=decode: self._draw(decode.result, (True, True)), pool)  # type: ignore[misc]
                 progress(done := done + 1)
         torch.cuda.synchronize(self.device)
 
@@ -292,9 +298,7 @@ class CudaExecutor:
         self._desk.fetch(most_shares(rows, self._wanted))
         slots, positions = self._rows.slots[:rows], self._rows.positions[:rows]
         ids = self._last_token.index_select(0, slots.clamp(min=0))
-        scores = self.model.scores(self.model.forward(ids, self._attention(slots, positions, rows)))
-        self._draw(scores)
-        return scores
+        return self._draw(self.model.scores(self.model.forward(ids, self._attention(slots, positions, rows))))
 
     @contextmanager
     def _trial(self) -> Iterator[None]:

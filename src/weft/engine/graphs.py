@@ -20,7 +20,7 @@ LAUNCHING = 1 << 37  # tokens times parameters of a layer that take the device a
 
 
 class Whole:
-    """A whole step."""
+    """A whole step, or what comes behind one."""
 
     def __init__(self, step: Callable[[], Tensor], pool: Any) -> None:
         # Not through torch.cuda.graph, which collects garbage each time: with many graphs that takes seconds.
@@ -28,12 +28,12 @@ class Whole:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(_side()):
             self._graph.capture_begin(pool=pool)
-            self._result = step()
+            self.result = step()  # always at the same place
             self._graph.capture_end()
 
     def replay(self) -> Tensor:
         self._graph.replay()
-        return self._result
+        return self.result
 
 
 class Pieces:
