@@ -10,7 +10,7 @@ from weft import SamplingParams
 from weft.engine.executor import SlotSetup
 from weft.engine.sampling import Sampler, hashed_uniform
 from weft.kernels import draw
-from weft.kernels.truncate import Cuts
+from weft.kernels.truncate import Cuts, truncate
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 
@@ -47,10 +47,10 @@ def test_what_is_truncated_is_what_the_cpu_truncates(dtype: torch.dtype, vocab: 
     logits[5], logits[6, vocab // 2 :] = 1.0, -torch.inf
     kinds = {
         "top_k": [0, 1, 2, 20, vocab - 1, vocab + 1],
-        "top_p": [1, 1e-6, 0.3141, 0.9077, 0.99913],
+        "top_p": [1, 1e-13, 0.3141, 0.9077, 0.99913],
         "min_p": [0, 0.02, 0.5, 1],
     }
-    for names in (["top_k"], ["top_p"], ["min_p"], ["top_k", "top_p"], ["top_p", "min_p"], list(kinds)):
+    for names in (["top_k"], ["top_p"], ["min_p"], list(kinds)):
         params = [
             SamplingParams(
                 temperature=float(generator.choice([0, 0.2, 1, 3])),
@@ -67,10 +67,34 @@ def test_what_is_truncated_is_what_the_cpu_truncates(dtype: torch.dtype, vocab: 
         temperature, low, high, top_k, top_p, floor = torch.from_numpy(sampler.drawing).to(DEVICE)
         noise = draw.Noise(low, high, torch.from_numpy(positions).int().to(DEVICE))
         cuts = Cuts(top_k, top_p.view(torch.float32), floor.view(torch.float32))
-        truncation = draw.Truncation(cuts, *sampler.cuts_by(slots))
-        found = _draw(logits, temperature.view(torch.float32), noise, truncation)
+        found = _draw(logits, temperature.view(torch.float32), noise, cuts)
         wrong = (found.cpu() != expected).nonzero().flatten().tolist()
         assert [(row, params[row], int(found[row]), int(expected[row])) for row in wrong] == []
+
+
+def test_who_asks_for_nothing_gets_what_it_would_get_alone(dtype: torch.dtype) -> None:
+    """Bit by bit: other rows decide whether a step is truncated."""
+    rows, vocab = 64 if DEVICE.type == "cuda" else 6, 2500
+    logits = normal(dtype, rows, vocab) * 3
+    temperature = torch.full((rows,), 0.8, device=DEVICE)
+    noise = _noise(torch.rand(rows))
+    everything = (torch.full((rows,), value, device=DEVICE) for value in (2.0, -torch.inf))
+    cuts = Cuts(torch.full((rows,), 2**31 - 1, dtype=torch.int32, device=DEVICE), *everything)
+    assert torch.equal(_draw(logits, temperature, noise), _draw(logits, temperature, noise, cuts))
+
+
+def test_top_p_of_equal_tokens_is_as_exact_as_can_be(dtype: torch.dtype) -> None:
+    logits = torch.zeros((9, 10), dtype=dtype, device=DEVICE)
+    tops = torch.zeros((9, 1), device=DEVICE)
+    top_p = torch.arange(1, 10, device=DEVICE) / 10
+    cuts = Cuts(
+        torch.full((9,), 11, dtype=torch.int32, device=DEVICE),
+        top_p.float(),
+        torch.full((9,), -torch.inf, device=DEVICE),
+    )
+    border = truncate(logits, torch.ones(9, device=DEVICE), tops, cuts, 2048)
+    assert border.ties.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert border.sums.flatten().tolist() == [0.0] * 9
 
 
 def test_noise() -> None:
@@ -117,10 +141,10 @@ def _assert_draws(logits: Tensor, temperature: Tensor, uniform: Tensor) -> None:
         assert int(alone) == token, "depends on its company"
 
 
-def _draw(logits: Tensor, temperature: Tensor, noise: draw.Noise, truncation: draw.Truncation | None = None) -> Tensor:
+def _draw(logits: Tensor, temperature: Tensor, noise: draw.Noise, cuts: Cuts | None = None) -> Tensor:
     places = torch.arange(len(logits), dtype=torch.int32, device=DEVICE)
     tokens, last = torch.empty_like(places), torch.empty_like(places)
-    draw.draw(logits, temperature, noise, last, places, tokens, places, truncation)
+    draw.draw(logits, temperature, noise, last, places, tokens, places, cuts)
     return tokens
 
 

@@ -27,7 +27,7 @@ from weft.kernels import flashinfer
 from weft.kernels.attention import Heads
 from weft.kernels.cuda import CudaAttention, Ends, Keeping, PlainPrefills, Prefills, sm_count
 from weft.kernels.decode import Workspace, wanted_shares
-from weft.kernels.draw import Noise, Truncation, draw
+from weft.kernels.draw import Noise, draw
 from weft.kernels.shares import Shares, divide, most_shares
 from weft.kernels.truncate import Cuts
 from weft.kv import KVPool
@@ -161,23 +161,22 @@ class CudaExecutor:
     def _sample(self, pending: "CudaPending", plan: StepPlan, scores: Tensor) -> None:
         """One token a row, which stays on the device, and a copy of it on its way to the host."""
         sampler, slots, rows = self.sampler, pending.slots, pending.rows
-        cuts_by = sampler.cuts_by(slots) if sampler.cuts(slots) else None
+        cuts = sampler.cuts(slots)
         if not sampler.edits(slots):
-            self._draw(scores, cuts_by)
+            self._draw(scores, cuts=cuts)
             return
         logits = wide(scores)
-        self._draw(sampler.edit(logits, slots, plan.first[rows] + plan.count[rows]), cuts_by)
+        self._draw(sampler.edit(logits, slots, plan.first[rows] + plan.count[rows]), cuts=cuts)
         tokens = self._last_token.index_select(0, self._rows.slots[: len(rows)]).long()
         sampler.note(slots, tokens)
         pending.logprobs = sampler.describe(logits, tokens, slots)
 
-    def _draw(self, scores: Tensor, cuts_by: tuple[bool, bool] | None = None) -> Tensor:
-        """By the numbers of the step's rows; from all tokens, or truncated by counts, by probability, or by both.
-        Gives the scores back."""
+    def _draw(self, scores: Tensor, *, cuts: bool = False) -> Tensor:
+        """By the numbers of the step's rows; from all tokens, or from what their cuts leave. Gives the scores back."""
         rows = Rows(*(field[: len(scores)] for field in self._rows))
-        noise = Noise(rows.low, rows.high, rows.positions)
-        cuts = None if cuts_by is None else Truncation(Cuts(rows.top_k, rows.top_p, rows.floor), *cuts_by)
-        draw(scores, rows.temperature, noise, self._last_token, rows.slots, self._returns.view(-1), rows.places, cuts)
+        noise, left = Noise(rows.low, rows.high, rows.positions), Cuts(rows.top_k, rows.top_p, rows.floor)
+        returns = (self._returns.view(-1), rows.places)
+        draw(scores, rows.temperature, noise, self._last_token, rows.slots, *returns, left if cuts else None)
         return scores
 
     def _describe_prompts(self, pending: "CudaPending", plan: StepPlan, hidden: Tensor) -> None:
@@ -283,8 +282,9 @@ class CudaExecutor:
                 progress(done := done + 1)
             for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
                 with self._trial():  # the fetch of the warm-up; that which is captured is not run
-                    decode = self._decodes[size] = Whole(lambda size=size: self._decode(size), pool)  # type: ignore[misc]
-                self._cuts[size] = Whole(lambda decode=decode: self._draw(decode.result, (True, True)), pool)  # type: ignore[misc]
+                    decode = Whole(lambda size=size: self._decode(size), pool)  # type: ignore[misc]
+                cut = Whole(lambda decode=decode: self._draw(decode.result, cuts=True), pool)  # type: ignore[misc]
+                self._decodes[size], self._cuts[size] = decode, cut
                 progress(done := done + 1)
         torch.cuda.synchronize(self.device)
 
@@ -372,8 +372,8 @@ class CudaExecutor:
         rows = limits.max_num_seqs
         scores = self.model.scores(hidden[:1].expand(rows, -1).contiguous())
         for logits in (scores, wide(scores)):
-            for cuts_by in (None, (True, True)):
-                self._draw(logits, cuts_by)
+            self._draw(logits)
+            self._draw(logits, cuts=True)
 
 
 class CudaPending:

@@ -88,7 +88,7 @@ class Sampler:
         top_p = self.top_p[slot] if self.top_p[slot] < 1 else 2.0
         heat, top_p, floor = np.array([self.temperature[slot], top_p, floor], np.float32).view(np.int32)
         low, high = self.seed[slot : slot + 1].view(np.int32)  # little-endian
-        return np.array([heat, low, high, self.top_k[slot] or self.vocab_size, top_p, floor], np.int32)
+        return np.array([heat, low, high, self.top_k[slot] or np.iinfo(np.int32).max, top_p, floor], np.int32)
 
     def close(self) -> None:
         self._masks.shutdown()
@@ -104,11 +104,6 @@ class Sampler:
     def cuts(self, slots: NDArray[np.int64]) -> bool:
         """Whether somebody here is not drawn from all tokens."""
         return bool(self._cut[slots].any())
-
-    def cuts_by(self, slots: NDArray[np.int64]) -> tuple[bool, bool]:
-        """Whether it takes counts to truncate what these draw from, and whether it takes probabilities."""
-        has_top_p = bool((self.top_p[slots] < 1).any())
-        return bool(self.top_k[slots].any()) or (has_top_p and bool(self.min_p[slots].any())), has_top_p
 
     def sample(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """Tokens for `positions` (one per row) from raw logits [rows, vocab]. Logits are not changed."""

@@ -26,14 +26,6 @@ class Noise(NamedTuple):
     positions: Tensor  # of the row's last token; the one that is drawn comes behind it
 
 
-class Truncation(NamedTuple):
-    """For rows that are not drawn from all tokens."""
-
-    cuts: Cuts
-    by_count: bool
-    by_mass: bool
-
-
 def draw(
     logits: Tensor,  # [N, V]
     temperature: Tensor,  # [N] float32; 0: greedy, the lowest token among equals
@@ -42,7 +34,7 @@ def draw(
     slots: Tensor,  # [N] int32; negative: padding, which is written nowhere
     tokens: Tensor,  # [M] int32, where it is written as well, in its place: this may be the host's pinned memory
     places: Tensor,  # [N] int32
-    truncation: Truncation | None = None,
+    cuts: Cuts | None = None,  # None: every row is drawn from all tokens
 ) -> None:
     """Tokens from softmax(logits / temperature). A token of probability 0 is never drawn."""
     rows, vocab = logits.shape
@@ -54,11 +46,9 @@ def draw(
     highest, sums = (torch.empty((rows, tiles), dtype=torch.float32, device=logits.device) for _ in range(2))
     tops = torch.empty((rows, tiles), dtype=torch.int32, device=logits.device)
     _summarise[(tiles, rows)](logits, temperature, highest, sums, tops, vocab, logits.stride(0), TILE=TILE, num_warps=4)
-    if truncation is None:
-        border = Border(tops, tops, sums, tops)  # of which only the sums are read
-    else:
-        cuts, by_count, by_mass = truncation
-        border = truncate(logits, temperature, highest, sums, cuts, TILE, by_count=by_count, by_mass=by_mass)
+    border = Border(tops, tops, sums, tops)  # of which only the sums are read
+    if cuts is not None:
+        border = truncate(logits, temperature, highest, cuts, TILE)
     _select[(rows,)](
         logits,
         temperature,
@@ -73,7 +63,7 @@ def draw(
         vocab,
         logits.stride(0),
         tiles,
-        CUT=truncation is not None,
+        CUT=cuts is not None,
         SHIFT=ROUNDS[logits.dtype][0],
         TILE=TILE,
         TILES=max(2, triton.next_power_of_2(tiles)),

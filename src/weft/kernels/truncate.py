@@ -17,16 +17,17 @@ from torch import Tensor
 
 WAYS = 16
 UNIT = tl.constexpr(float(1 << 40))  # of probability, where the most likely token has 1: sums of 2^22 fit into an int64
+SLACK = tl.constexpr(1 - 1e-6)  # of top_p, which float32 may have rounded up: 0.2 of five equal tokens is one of them
 # By type: how many bits of float32 it does not have, which ranks leave out, and the rounds until one rank is left.
 ROUNDS = {torch.bfloat16: (16, 4), torch.float16: (13, 5), torch.float32: (0, 8)}
 NUMBERS = 8  # of a row's search, see `_begin`
-FIRST, NEXT, TURN = 0, 1, 2  # rounds: TURN is the first by probability, where others by counts came before
+FIRST, BY_COUNT, TURN, BY_MASS = range(4)  # rounds: the first and others for top_k, the first and others for top_p
 
 
 class Cuts(NamedTuple):
     """What is to be kept of each row, [N]."""
 
-    top_k: Tensor  # int32: so many tokens; the whole vocabulary: all
+    top_k: Tensor  # int32: so many tokens; more than there are: all
     top_p: Tensor  # float32: so much of the probability; 2: all
     floor: Tensor  # float32: the logarithm of min_p; -inf: all
 
@@ -44,24 +45,20 @@ def truncate(
     logits: Tensor,  # [N, V]
     temperature: Tensor,  # [N] float32; 0 counts as 1
     highest: Tensor,  # [N, tiles] float32: the highest logit of each tile
-    sums: Tensor,  # [N, tiles] float32: the powers of its logits, in the tile's own unit
     cuts: Cuts,
     tile: int,  # logits in one
-    *,
-    by_count: bool,  # some row has a top_k, or a min_p besides a top_p
-    by_mass: bool,  # some row has a top_p
 ) -> Border:
-    """As the sampler of the CPU: first min_p, then top_k of what that leaves, then top_p of what that leaves."""
+    """As the sampler of the CPU: first min_p, then top_k of what that leaves, then top_p of what that leaves.
+
+    All rounds are run whatever the rows ask for, so that no row's result depends on what others do.
+    """
     rows, vocab = logits.shape
     tiles, device = highest.shape[1], logits.device
     shift, rounds = ROUNDS[logits.dtype]
-    kinds = [(NEXT, False)] * (rounds * by_count) + [(NEXT, True)] * (rounds * by_mass)
-    if by_count and by_mass:
-        kinds[rounds] = (TURN, True)
-    kinds[:1] = [(FIRST, by_mass and not by_count)]
+    kinds = [FIRST, *[BY_COUNT] * (rounds - 1), TURN, *[BY_MASS] * (rounds - 1)]
     numbers = torch.empty((len(kinds), rows, NUMBERS), dtype=torch.int64, device=device)
     above = torch.zeros((len(kinds), 2, rows, WAYS), dtype=torch.int64, device=device)  # counts and masses
-    given = (logits, temperature, highest, sums, *cuts)
+    given = (logits, temperature, highest, *cuts)
     sizes = {
         "SHIFT": shift,
         "TILE": tile,
@@ -69,27 +66,23 @@ def truncate(
         "WAYS": WAYS,
         "NUMBERS": NUMBERS,
     }
-    for number, (kind, is_mass) in enumerate(kinds if by_count or by_mass else []):
+    for number, kind in enumerate(kinds):
         before = max(0, number - 1)
         _narrow[(tiles, rows)](
             *given,
             *(numbers[before], above[before], numbers[number], above[number]),
-            *(vocab, logits.stride(0), tiles, kind, int(is_mass)),
+            *(vocab, logits.stride(0), tiles, kind),
             **sizes,
             num_warps=4,
         )
     found = Border(
         torch.empty(rows, dtype=torch.int32, device=device),
         torch.empty(rows, dtype=torch.int64, device=device),
-        torch.empty_like(sums),
+        torch.empty_like(highest),
         torch.empty((rows, tiles), dtype=torch.int32, device=device),
     )
     _measure[(tiles, rows)](
-        *given,
-        *(numbers[-1], above[-1], *found),
-        *(vocab, logits.stride(0), tiles, int(by_count), int(by_mass)),
-        **sizes,
-        num_warps=4,
+        *given, numbers[-1], above[-1], *found, vocab, logits.stride(0), tiles, **sizes, num_warps=4
     )
     return found
 
@@ -139,26 +132,16 @@ def _lowest_of(floor, row, top, heat, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _begin(
-    temperature, highest, sums, top_k, top_p, floor, row, tiles, by_mass, SHIFT: tl.constexpr, TILES: tl.constexpr
-):
+def _begin(temperature, highest, top_k, floor, row, tiles, SHIFT: tl.constexpr, TILES: tl.constexpr):
     """A row's search, in NUMBERS: a rank that is too low for the border, and one that is not; how many logits are above
     the first, how many above the second, and their mass; the measure that what lies above the border has to fall short
     of; and of top_k's border its rank and how many of those there are kept.
     """
-    heat = tl.load(temperature + row)
     top = _top_of(highest, row, tiles, TILES)
-    lowest = _lowest_of(floor, row, top, heat, SHIFT)
+    lowest = _lowest_of(floor, row, top, tl.load(temperature + row), SHIFT)
     zero = lowest * 0
-    if by_mass:  # nothing was left out so far
-        each = tl.arange(0, TILES)
-        tops = tl.load(highest + row * tiles + each, mask=each < tiles, other=float("-inf"))
-        parts = power_of(tops, top, heat) * tl.load(sums + row * tiles + each, mask=each < tiles, other=0.0)
-        share = tl.load(top_p + row).to(tl.float64) * UNIT
-        target = (tl.sum(parts.to(tl.float64), 0) * share).to(tl.int64)
-    else:
-        target = tl.load(top_k + row).to(tl.int64)
-    return lowest - 2, rank_of(top, SHIFT).to(tl.int64), zero, zero, zero, target, lowest - 1, zero
+    target = tl.load(top_k + row).to(tl.int64)
+    return lowest - 2, rank_of(top, SHIFT).to(tl.int64), zero, zero, zero, target, zero, zero
 
 
 @triton.jit
@@ -190,12 +173,11 @@ def _top_k_ties(high, below, count, target, lowest):
     return tl.where(high < lowest, 0, tl.minimum(target, below) - count)
 
 
-@triton.jit(do_not_specialize=["kind", "by_mass"])
+@triton.jit(do_not_specialize=["kind"])
 def _narrow(
     logits,
     temperature,
     highest,
-    sums,
     top_k,
     top_p,
     floor,
@@ -207,7 +189,6 @@ def _narrow(
     stride,
     tiles,
     kind,
-    by_mass,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
@@ -222,19 +203,17 @@ def _narrow(
     top = _top_of(highest, row, tiles, TILES)
     if kind == 0:
         low, high, below, count, mass, target, border, ties = _begin(
-            temperature, highest, sums, top_k, top_p, floor, row, tiles, by_mass, SHIFT, TILES
+            temperature, highest, top_k, floor, row, tiles, SHIFT, TILES
         )
     else:
-        was_mass = by_mass
-        if kind == 2:
-            was_mass = by_mass * 0
         low, high, below, count, mass, target, border, ties = _advance(
-            numbers_before, above_before, rows, row, was_mass, WAYS, NUMBERS
+            numbers_before, above_before, rows, row, kind == 3, WAYS, NUMBERS
         )
         if kind == 2:  # top_k's border is found, and with it what top_p is a share of
             ties = _top_k_ties(high, below, count, target, _lowest_of(floor, row, top, heat, SHIFT))
             left = mass.to(tl.float64) + mass_of(ties, high.to(tl.int32), top, heat, SHIFT) * UNIT
-            target = (left * tl.load(top_p + row).to(tl.float64)).to(tl.int64)
+            share = tl.load(top_p + row).to(tl.float64) * SLACK
+            target = tl.maximum((left * share).to(tl.int64), 1)  # of the most likely token something is always left
             border = high
             low = high - 1
             high = rank_of(top, SHIFT).to(tl.int64)
@@ -268,12 +247,11 @@ def _narrow(
         tl.atomic_add(above + (rows + row) * WAYS + each, (masses * UNIT).to(tl.int64), mask=each < WAYS - 1)
 
 
-@triton.jit(do_not_specialize=["by_count", "by_mass"])
+@triton.jit
 def _measure(
     logits,
     temperature,
     highest,
-    sums,
     top_k,
     top_p,
     floor,
@@ -286,8 +264,6 @@ def _measure(
     vocab,
     stride,
     tiles,
-    by_count,
-    by_mass,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
@@ -301,17 +277,11 @@ def _measure(
     heat = tl.load(temperature + row)
     top = _top_of(highest, row, tiles, TILES)
     lowest = _lowest_of(floor, row, top, heat, SHIFT)
-    found = lowest - 1
-    wanted = lowest * 0
-    if by_count + by_mass > 0:
-        _, found, below, count, mass, target, border, most = _advance(numbers, above, rows, row, by_mass, WAYS, NUMBERS)
-        if by_mass:
-            each = mass_of(1, found.to(tl.int32), top, heat, SHIFT) * UNIT
-            some = tl.ceil((target - mass).to(tl.float64) / tl.where(each > 0, each, 1.0))
-            some = tl.where(each > 0, tl.minimum(some, vocab * 1.0), vocab * 1.0).to(tl.int64)
-            wanted = tl.where(found == border, tl.minimum(some, most), some)
-        else:
-            wanted = _top_k_ties(found, below, count, target, lowest)
+    _, found, _, _, mass, target, border, most = _advance(numbers, above, rows, row, True, WAYS, NUMBERS)
+    each = mass_of(1, found.to(tl.int32), top, heat, SHIFT) * UNIT
+    wanted = tl.ceil((target - mass).to(tl.float64) / tl.where(each > 0, each, 1.0))
+    wanted = tl.where(each > 0, tl.minimum(wanted, vocab * 1.0), vocab * 1.0).to(tl.int64)
+    wanted = tl.where(found == border, tl.minimum(wanted, most), wanted)
     wanted = tl.where(found < lowest, 0, wanted)
     if tile == 0:
         tl.store(rank + row, found.to(tl.int32))
