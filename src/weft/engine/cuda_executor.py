@@ -11,6 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -282,8 +283,8 @@ class CudaExecutor:
                 progress(done := done + 1)
             for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
                 with self._trial():  # the fetch of the warm-up; that which is captured is not run
-                    decode = Whole(lambda size=size: self._decode(size), pool)  # type: ignore[misc]
-                cut = Whole(lambda decode=decode: self._draw(decode.result, cuts=True), pool)  # type: ignore[misc]
+                    decode = Whole(partial(self._decode, size), pool)
+                cut = Whole(partial(self._draw, decode.result, cuts=True), pool)
                 self._decodes[size], self._cuts[size] = decode, cut
                 progress(done := done + 1)
         torch.cuda.synchronize(self.device)

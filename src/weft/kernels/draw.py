@@ -48,7 +48,7 @@ def draw(
     _summarise[(tiles, rows)](logits, temperature, highest, sums, tops, vocab, logits.stride(0), TILE=TILE, num_warps=4)
     border = Border(tops, tops, sums, tops)  # of which only the sums are read
     if cuts is not None:
-        border = truncate(logits, temperature, highest, cuts, TILE)
+        border = truncate(logits, temperature, highest, sums, cuts, TILE)
     _select[(rows,)](
         logits,
         temperature,

@@ -2,9 +2,10 @@
 
 What is kept of a row are the logits above a border, and of those at the border so many, the lowest tokens first. The
 border is searched for among the ranks of all numbers that a logit can be. Each round divides the interval where it may
-be by WAYS, with all tiles of all rows at once, by how many logits lie above each pivot, and how much probability. Both
-are added up as whole numbers, so that no result depends on the order of the programs. Only imported where there is a
-GPU.
+be by WAYS, with all tiles of all rows at once: for top_k by how many logits lie above each pivot, for top_p by how much
+probability. Both are added up as whole numbers, so that no result depends on the order of the programs. Tiles without a
+logit in the interval are not read, and it begins narrow: of what a model writes, most rounds read next to nothing. Only
+imported where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -17,11 +18,14 @@ from torch import Tensor
 
 WAYS = 16
 UNIT = tl.constexpr(float(1 << 40))  # of probability, where the most likely token has 1: sums of 2^22 fit into an int64
+EVERYTHING = tl.constexpr(1 << 62)  # more probability than a row can have, in units
 SLACK = tl.constexpr(1 - 1e-6)  # of top_p, which float32 may have rounded up: 0.2 of five equal tokens is one of them
 # By type: how many bits of float32 it does not have, which ranks leave out, and the rounds until one rank is left.
 ROUNDS = {torch.bfloat16: (16, 4), torch.float16: (13, 5), torch.float32: (0, 8)}
-NUMBERS = 8  # of a row's search, see `_begin`
-FIRST, BY_COUNT, TURN, BY_MASS = range(4)  # rounds: the first and others for top_k, the first and others for top_p
+# Numbers of a row's search for top_k's border and for top_p's, see `_counted` and `_weighed`.
+COUNTING, WEIGHING = tl.constexpr(4), tl.constexpr(6)
+PROGRAMS = 2048  # of a round, about as many as can run at the same time
+WARPS = 2  # of each
 
 
 class Cuts(NamedTuple):
@@ -45,6 +49,7 @@ def truncate(
     logits: Tensor,  # [N, V]
     temperature: Tensor,  # [N] float32; 0 counts as 1
     highest: Tensor,  # [N, tiles] float32: the highest logit of each tile
+    sums: Tensor,  # [N, tiles] float32: the powers of a tile's logits, in the tile's own unit
     cuts: Cuts,
     tile: int,  # logits in one
 ) -> Border:
@@ -55,35 +60,31 @@ def truncate(
     rows, vocab = logits.shape
     tiles, device = highest.shape[1], logits.device
     shift, rounds = ROUNDS[logits.dtype]
-    kinds = [FIRST, *[BY_COUNT] * (rounds - 1), TURN, *[BY_MASS] * (rounds - 1)]
-    numbers = torch.empty((len(kinds), rows, NUMBERS), dtype=torch.int64, device=device)
-    above = torch.zeros((len(kinds), 2, rows, WAYS), dtype=torch.int64, device=device)  # counts and masses
-    given = (logits, temperature, highest, *cuts)
-    sizes = {
-        "SHIFT": shift,
-        "TILE": tile,
-        "TILES": max(2, triton.next_power_of_2(tiles)),
-        "WAYS": WAYS,
-        "NUMBERS": NUMBERS,
-    }
-    for number, kind in enumerate(kinds):
-        before = max(0, number - 1)
-        _narrow[(tiles, rows)](
-            *given,
-            *(numbers[before], above[before], numbers[number], above[number]),
-            *(vocab, logits.stride(0), tiles, kind),
-            **sizes,
-            num_warps=4,
-        )
+    counting = torch.empty((rounds, rows, COUNTING.value), dtype=torch.int64, device=device)
+    weighing = torch.empty((rounds, rows, WEIGHING.value), dtype=torch.int64, device=device)
+    targets = torch.empty(rows, dtype=torch.int64, device=device)
+    counts, masses = torch.zeros((2, rounds, rows, WAYS), dtype=torch.int64, device=device)
     found = Border(
         torch.empty(rows, dtype=torch.int32, device=device),
         torch.empty(rows, dtype=torch.int64, device=device),
         torch.empty_like(highest),
         torch.empty((rows, tiles), dtype=torch.int32, device=device),
     )
-    _measure[(tiles, rows)](
-        *given, numbers[-1], above[-1], *found, vocab, logits.stride(0), tiles, **sizes, num_warps=4
-    )
+    given = (logits, temperature, highest, *cuts)
+    sizes = {"SHIFT": shift, "TILES": max(2, triton.next_power_of_2(tiles)), "num_warps": WARPS}
+    reading = {"TILE": tile, "WAYS": WAYS, **sizes}
+    layout = (vocab, logits.stride(0), tiles)
+    grid = (min(tiles, triton.cdiv(PROGRAMS, rows)), rows)
+    _begin[(rows,)](temperature, highest, sums, *cuts, counting, targets, vocab, tiles, **sizes)
+    for number in range(rounds):
+        before = max(0, number - 1)
+        states = (counting[before], counts[before], counting[number], counts[number])
+        _count[grid](logits, highest, cuts.top_k, *states, *layout, number, **reading)
+    for number in range(rounds):
+        before = max(0, number - 1)
+        states = (weighing[before], masses[before], weighing[number], masses[number])
+        _weigh[grid](*given, counting[-1], counts[-1], targets, *states, *layout, number, **reading)
+    _measure[grid](*given, weighing[-1], masses[-1], *found, *layout, **reading)
     return found
 
 
@@ -132,119 +133,236 @@ def _lowest_of(floor, row, top, heat, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _begin(temperature, highest, top_k, floor, row, tiles, SHIFT: tl.constexpr, TILES: tl.constexpr):
-    """A row's search, in NUMBERS: a rank that is too low for the border, and one that is not; how many logits are above
-    the first, how many above the second, and their mass; the measure that what lies above the border has to fall short
-    of; and of top_k's border its rank and how many of those there are kept.
+def _top_k_ties(high, below, count, most, lowest):
+    """How many of those at the border are among the most that are kept; none of what min_p has left out."""
+    return tl.where(high < lowest, 0, tl.minimum(most, below) - count)
+
+
+@triton.jit
+def _share_of(top_p, row):
+    return tl.load(top_p + row).to(tl.float64) * SLACK
+
+
+@triton.jit
+def _target_of(left, share):
+    """In units, of so many that are left."""
+    return tl.maximum((left * share).to(tl.int64), 1)  # of the most likely token something is always left
+
+
+@triton.jit
+def _begin(
+    temperature,
+    highest,
+    sums,
+    top_k,
+    top_p,
+    floor,
+    counting,
+    targets,
+    vocab,
+    tiles,
+    SHIFT: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """A row's search, and what it has to weigh for top_p if nothing falls away before; -1 if something may."""
+    row = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, TILES)
+    exists = each < tiles
+    heights = tl.load(highest + row * tiles + each, mask=exists, other=float("-inf"))
+    top = tl.max(heights, 0)
+    heat = tl.load(temperature + row)
+    lowest = _lowest_of(floor, row, top, heat, SHIFT)
+    most = tl.load(top_k + row).to(tl.int64)
+    # As many logits as tiles whose highest is at least so high are at least so high themselves.
+    as_high = tl.sum(((heights[None, :] >= heights[:, None]) & exists[None, :]).to(tl.int32), 1)
+    bound = rank_of(tl.max(tl.where(exists & (as_high >= most), heights, float("-inf")), 0), SHIFT).to(tl.int64)
+    is_bound = (most <= tiles) & (bound >= lowest)
+    at = counting + row * COUNTING
+    tl.store(at, tl.where(is_bound, bound - 1, lowest - 2))
+    tl.store(at + 1, tl.where(most > vocab, lowest - 1, rank_of(top, SHIFT).to(tl.int64)))
+    tl.store(at + 2, tl.where(is_bound, most, 0))
+    tl.store(at + 3, most * 0)
+    powers = power_of(heights, top, heat).to(tl.float64)
+    left = tl.sum(powers * tl.load(sums + row * tiles + each, mask=exists, other=0.0).to(tl.float64), 0) * UNIT
+    is_whole = (most > vocab) & (tl.load(floor + row) == float("-inf"))
+    tl.store(targets + row, tl.where(is_whole, _target_of(left, _share_of(top_p, row)), -1))
+
+
+@triton.jit
+def _counted(counting, counts, top_k, row, WAYS: tl.constexpr):
+    """The search for top_k's border after a round whose counts are complete: a rank that is too low for it, and one
+    that is not; how many logits are above the first, and how many above the second.
     """
-    top = _top_of(highest, row, tiles, TILES)
-    lowest = _lowest_of(floor, row, top, tl.load(temperature + row), SHIFT)
-    zero = lowest * 0
-    target = tl.load(top_k + row).to(tl.int64)
-    return lowest - 2, rank_of(top, SHIFT).to(tl.int64), zero, zero, zero, target, zero, zero
-
-
-@triton.jit
-def _advance(numbers, above, rows, row, by_mass, WAYS: tl.constexpr, NUMBERS: tl.constexpr):
-    """The search after a round whose measures are complete."""
-    at = numbers + row * NUMBERS
+    at = counting + row * COUNTING
     low, high, below, count = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    mass, target, border, ties = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
     each = tl.arange(0, WAYS)
-    counts = tl.load(above + row * WAYS + each)
-    masses = tl.load(above + (rows + row) * WAYS + each)
-    measures = counts
-    if by_mass:
-        measures = masses
+    found = tl.load(counts + row * WAYS + each)
     step = (high - low + WAYS - 1) // WAYS
-    is_too_low = (low + (each + 1) * step < high) & (each < WAYS - 1) & (measures >= target)
-    short = tl.sum(is_too_low.to(tl.int64), 0)
-    below = tl.where(short > 0, tl.sum(tl.where(each == short - 1, counts, 0), 0), below)
-    is_pivot = low + (short + 1) * step < high
-    count = tl.where(is_pivot, tl.sum(tl.where(each == short, counts, 0), 0), count)
-    mass = tl.where(is_pivot, tl.sum(tl.where(each == short, masses, 0), 0), mass)
-    high = tl.minimum(low + (short + 1) * step, high)
-    return low + short * step, high, below, count, mass, target, border, ties
+    is_pivot = (low + (each + 1) * step < high) & (each < WAYS - 1)
+    short = tl.sum((is_pivot & (found >= tl.load(top_k + row))).to(tl.int64), 0)
+    below = tl.where(short > 0, tl.sum(tl.where(each == short - 1, found, 0), 0), below)
+    count = tl.where(low + (short + 1) * step < high, tl.sum(tl.where(each == short, found, 0), 0), count)
+    return low + short * step, tl.minimum(low + (short + 1) * step, high), below, count
 
 
 @triton.jit
-def _top_k_ties(high, below, count, target, lowest):
-    """How many of those at the border are among the k; none of what min_p has left out."""
-    return tl.where(high < lowest, 0, tl.minimum(target, below) - count)
+def _weighed(weighing, masses, top_p, row, top, heat, SHIFT: tl.constexpr, WAYS: tl.constexpr):
+    """The search for top_p's border after a round whose masses are complete: a rank that is too low for it, and one
+    that is not; the mass above the second; what the mass above the border has to fall short of; and of top_k's border
+    its rank and how many of those there are kept.
+    """
+    at = weighing + row * WEIGHING
+    low, high, mass = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    target, border, ties = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+    each = tl.arange(0, WAYS)
+    found = tl.load(masses + row * WAYS + each)
+    if target < 0:  # the first round has weighed what top_k leaves
+        left = tl.sum(tl.where(each == WAYS - 1, found, 0), 0).to(tl.float64)
+        left += mass_of(ties, border.to(tl.int32), top, heat, SHIFT) * UNIT
+        target = _target_of(left, _share_of(top_p, row))
+    step = (high - low + WAYS - 1) // WAYS
+    is_pivot = (low + (each + 1) * step < high) & (each < WAYS - 1)
+    short = tl.sum((is_pivot & (found >= target)).to(tl.int64), 0)
+    mass = tl.where(low + (short + 1) * step < high, tl.sum(tl.where(each == short, found, 0), 0), mass)
+    return low + short * step, tl.minimum(low + (short + 1) * step, high), mass, target, border, ties
 
 
-@triton.jit(do_not_specialize=["kind"])
-def _narrow(
+@triton.jit
+def _turn(border, ties, target, top_k, top_p, row, top, heat, vocab, SHIFT: tl.constexpr):
+    """The search for top_p's border, begun: the interval, and the target, -1 if it is to be weighed."""
+    share = _share_of(top_p, row)
+    # Less likely than this, all tokens together have less than half of what top_p may leave out.
+    tokens = tl.minimum(tl.load(top_k + row), vocab)
+    unlikely = tl.log((tl.maximum(1 - share, 1e-6) / (2.0 * tokens)).to(tl.float32))
+    bound = rank_of(top + unlikely * tl.where(heat > 0, heat, 1.0), SHIFT).to(tl.int64)
+    is_asked = share < 1  # otherwise top_k's border is that of top_p
+    low = tl.where(is_asked, tl.maximum(border, bound), border) - 1
+    high = tl.where(is_asked, rank_of(top, SHIFT).to(tl.int64), border)
+    return low, high, tl.where(is_asked, target, EVERYTHING)
+
+
+@triton.jit
+def _ranks(logits, row, tile, vocab, stride, SHIFT: tl.constexpr, TILE: tl.constexpr):
+    """A tile's logits and their ranks; what is beyond the vocabulary ranks below all."""
+    tokens = tile * TILE + tl.arange(0, TILE)
+    values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+    return values, tl.where(tokens < vocab, rank_of(values, SHIFT), -2147483648)
+
+
+@triton.jit(do_not_specialize=["number"])
+def _count(
+    logits,
+    highest,
+    top_k,
+    counting_before,
+    counts_before,
+    counting,
+    counts,
+    vocab,
+    stride,
+    tiles,
+    number,
+    SHIFT: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """One round of some tiles of one row: how many logits are above each pivot."""
+    row = tl.program_id(1).to(tl.int64)
+    at = counting + row * COUNTING
+    if number == 0:
+        low, high = tl.load(at), tl.load(at + 1)
+    else:
+        low, high, below, count = _counted(counting_before, counts_before, top_k, row, WAYS)
+        if tl.program_id(0) == 0:
+            tl.store(at, low)
+            tl.store(at + 1, high)
+            tl.store(at + 2, below)
+            tl.store(at + 3, count)
+    step = (high - low + WAYS - 1) // WAYS
+    pivots = tl.minimum(high - low, WAYS).to(tl.int32) - 1
+    each = tl.arange(0, WAYS)
+    found = tl.zeros((WAYS,), tl.int64)
+    if pivots > 0:
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            if rank_of(tl.load(highest + row * tiles + tile), SHIFT) > low + step:
+                _, ranks = _ranks(logits, row, tile, vocab, stride, SHIFT, TILE)
+                for pivot in range(pivots):
+                    over = ranks > tl.minimum(low + (pivot + 1) * step, high).to(tl.int32)
+                    found += tl.where(each == pivot, tl.sum(over.to(tl.int32), 0), 0)
+        tl.atomic_add(counts + row * WAYS + each, found, mask=found > 0)
+
+
+@triton.jit(do_not_specialize=["number"])
+def _weigh(
     logits,
     temperature,
     highest,
     top_k,
     top_p,
     floor,
-    numbers_before,
-    above_before,
-    numbers,
-    above,
+    counting,
+    counts,
+    targets,
+    weighing_before,
+    masses_before,
+    weighing,
+    masses,
     vocab,
     stride,
     tiles,
-    kind,
+    number,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     WAYS: tl.constexpr,
-    NUMBERS: tl.constexpr,
 ):
-    """One round of one tile of one row."""
-    tile = tl.program_id(0)
+    """One round of some tiles of one row: how much probability is above each pivot."""
     row = tl.program_id(1).to(tl.int64)
-    rows = tl.num_programs(1)
     heat = tl.load(temperature + row)
     top = _top_of(highest, row, tiles, TILES)
-    if kind == 0:
-        low, high, below, count, mass, target, border, ties = _begin(
-            temperature, highest, top_k, floor, row, tiles, SHIFT, TILES
-        )
+    if number == 0:
+        _, border, below, count = _counted(counting, counts, top_k, row, WAYS)
+        lowest = _lowest_of(floor, row, top, heat, SHIFT)
+        ties = _top_k_ties(border, below, count, tl.load(top_k + row), lowest)
+        mass = count * 0
+        low, high, target = _turn(border, ties, tl.load(targets + row), top_k, top_p, row, top, heat, vocab, SHIFT)
     else:
-        low, high, below, count, mass, target, border, ties = _advance(
-            numbers_before, above_before, rows, row, kind == 3, WAYS, NUMBERS
+        low, high, mass, target, border, ties = _weighed(
+            weighing_before, masses_before, top_p, row, top, heat, SHIFT, WAYS
         )
-        if kind == 2:  # top_k's border is found, and with it what top_p is a share of
-            ties = _top_k_ties(high, below, count, target, _lowest_of(floor, row, top, heat, SHIFT))
-            left = mass.to(tl.float64) + mass_of(ties, high.to(tl.int32), top, heat, SHIFT) * UNIT
-            share = tl.load(top_p + row).to(tl.float64) * SLACK
-            target = tl.maximum((left * share).to(tl.int64), 1)  # of the most likely token something is always left
-            border = high
-            low = high - 1
-            high = rank_of(top, SHIFT).to(tl.int64)
-            count = count * 0
-            mass = mass * 0
-    if tile == 0:
-        at = numbers + row * NUMBERS
+    if tl.program_id(0) == 0:
+        at = weighing + row * WEIGHING
         tl.store(at, low)
         tl.store(at + 1, high)
-        tl.store(at + 2, below)
-        tl.store(at + 3, count)
-        tl.store(at + 4, mass)
-        tl.store(at + 5, target)
-        tl.store(at + 6, border)
-        tl.store(at + 7, ties)
+        tl.store(at + 2, mass)
+        tl.store(at + 3, target)
+        tl.store(at + 4, border)
+        tl.store(at + 5, ties)
     step = (high - low + WAYS - 1) // WAYS
-    # Most tiles have nothing above the lowest pivot.
-    if (high - low > 1) & (rank_of(tl.load(highest + row * tiles + tile), SHIFT) > low + step):
-        tokens = tile * TILE + tl.arange(0, TILE)
-        values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-        ranks = tl.where(tokens < vocab, rank_of(values, SHIFT), -2147483648)
-        powers = power_of(values, top, heat)
-        each = tl.arange(0, WAYS)
-        counts = tl.zeros((WAYS,), tl.int64)
-        masses = tl.zeros((WAYS,), tl.float64)
-        for number in range(WAYS - 1):
-            over = ranks > tl.minimum(low + (number + 1) * step, high).to(tl.int32)
-            counts = tl.where(each == number, tl.sum(over.to(tl.int32), 0).to(tl.int64), counts)
-            masses = tl.where(each == number, tl.sum(tl.where(over, powers, 0.0), 0).to(tl.float64), masses)
-        tl.atomic_add(above + row * WAYS + each, counts, mask=each < WAYS - 1)
-        tl.atomic_add(above + (rows + row) * WAYS + each, (masses * UNIT).to(tl.int64), mask=each < WAYS - 1)
+    pivots = tl.minimum(high - low, WAYS).to(tl.int32) - 1
+    lowest_of_all = low + step  # of the ranks that something is to be weighed above
+    if target < 0:
+        lowest_of_all = tl.minimum(lowest_of_all, border)
+    each = tl.arange(0, WAYS)
+    found = tl.zeros((WAYS,), tl.int64)
+    if (pivots > 0) | (target < 0):
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            if rank_of(tl.load(highest + row * tiles + tile), SHIFT) > lowest_of_all:
+                values, ranks = _ranks(logits, row, tile, vocab, stride, SHIFT, TILE)
+                powers = power_of(values, top, heat)
+                for pivot in range(pivots):
+                    over = ranks > tl.minimum(low + (pivot + 1) * step, high).to(tl.int32)
+                    found += tl.where(each == pivot, _units(over, powers), 0)
+                if target < 0:
+                    found += tl.where(each == WAYS - 1, _units(ranks > border.to(tl.int32), powers), 0)
+        tl.atomic_add(masses + row * WAYS + each, found, mask=found > 0)
+
+
+@triton.jit
+def _units(over, powers):
+    """Rounded for each tile, so that it does not matter which tiles a program adds up."""
+    return (tl.sum(tl.where(over, powers, 0.0), 0).to(tl.float64) * UNIT).to(tl.int64)
 
 
 @triton.jit
@@ -255,8 +373,8 @@ def _measure(
     top_k,
     top_p,
     floor,
-    numbers,
-    above,
+    weighing,
+    masses,
     rank,
     ties,
     kept,
@@ -268,32 +386,28 @@ def _measure(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     WAYS: tl.constexpr,
-    NUMBERS: tl.constexpr,
 ):
-    """The border that was found, and what one tile has above it and there."""
-    tile = tl.program_id(0)
+    """The border that was found, and what some tiles have above it and there."""
     row = tl.program_id(1).to(tl.int64)
-    rows = tl.num_programs(1)
     heat = tl.load(temperature + row)
     top = _top_of(highest, row, tiles, TILES)
     lowest = _lowest_of(floor, row, top, heat, SHIFT)
-    _, found, _, _, mass, target, border, most = _advance(numbers, above, rows, row, True, WAYS, NUMBERS)
+    _, found, mass, target, border, most = _weighed(weighing, masses, top_p, row, top, heat, SHIFT, WAYS)
     each = mass_of(1, found.to(tl.int32), top, heat, SHIFT) * UNIT
     wanted = tl.ceil((target - mass).to(tl.float64) / tl.where(each > 0, each, 1.0))
     wanted = tl.where(each > 0, tl.minimum(wanted, vocab * 1.0), vocab * 1.0).to(tl.int64)
     wanted = tl.where(found == border, tl.minimum(wanted, most), wanted)
     wanted = tl.where(found < lowest, 0, wanted)
-    if tile == 0:
+    if tl.program_id(0) == 0:
         tl.store(rank + row, found.to(tl.int32))
         tl.store(ties + row, wanted)
-    at = row * tiles + tile
-    own = tl.load(highest + at)
-    if rank_of(own, SHIFT) < found:
-        tl.store(kept + at, 0.0)
-        tl.store(equal + at, 0)
-    else:
-        tokens = tile * TILE + tl.arange(0, TILE)
-        values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-        ranks = tl.where(tokens < vocab, rank_of(values, SHIFT), -2147483648)
-        tl.store(kept + at, tl.sum(tl.where(ranks > found, power_of(values, own, heat), 0.0), 0))
-        tl.store(equal + at, tl.sum((ranks == found).to(tl.int32), 0))
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        at = row * tiles + tile
+        own = tl.load(highest + at)
+        if rank_of(own, SHIFT) < found:
+            tl.store(kept + at, 0.0)
+            tl.store(equal + at, 0)
+        else:
+            values, ranks = _ranks(logits, row, tile, vocab, stride, SHIFT, TILE)
+            tl.store(kept + at, tl.sum(tl.where(ranks > found, power_of(values, own, heat), 0.0), 0))
+            tl.store(equal + at, tl.sum((ranks == found).to(tl.int32), 0))
