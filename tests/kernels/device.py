@@ -32,7 +32,7 @@ def _import_kernels() -> None:
             pytest.skip("triton was imported before, without its interpreter", allow_module_level=True)
         os.environ["TRITON_INTERPRET"] = "1"
     try:
-        for name in ("decode", "draw", "fetch", "fused", "matvec"):
+        for name in ("decode", "draw", "fetch", "fused", "matvec", "penalise"):
             importlib.import_module(f"weft.kernels.{name}")
     finally:
         if DEVICE.type == "cpu" and before is None:

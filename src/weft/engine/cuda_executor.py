@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core import StepPlan
-from weft.engine.executor import Lumps, StepInputs, StepResult, TokenLogprobs
+from weft.engine.executor import Lumps, StepInputs, StepResult
 from weft.engine.graphs import GRAIN, Cut, Pieces, Whole, decode_sizes, is_worth_it, mixed_sizes
-from weft.engine.sampling import Sampler
+from weft.engine.logprobs import Described
+from weft.engine.sampling import Sampler, upload
 from weft.engine.staging import DEPTH, NOBODY, Courier, Desk, Rows, Tokens, pinned
 from weft.kernels import flashinfer
 from weft.kernels.attention import Heads
@@ -137,40 +138,45 @@ class CudaExecutor:
         self._write_blocks(plan)
         if plan.num_decodes == len(plan.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
             self._write_rows(plan, rows, size)
-            scores = self._decodes[size].replay()
-            if self.sampler.edits(pending.slots):
-                self._sample(pending, plan, scores[: len(rows)])
-            elif self.sampler.cuts(pending.slots):
-                self._cuts[size].replay()
-        elif any(self.sampler.wants_prompt(slot) for slot in plan.slots[plan.num_decodes :].tolist()):
-            self._write_rows(plan, rows, len(rows))
-            hidden = self._forward(plan, inputs, all_rows=True)
-            if len(rows):
-                ends = self._rows.ends[: len(rows)]
-                self._sample(pending, plan, self.model.scores(hidden.index_select(0, ends)))
-            self._describe_prompts(pending, plan, hidden)
+            self._choose(pending, plan, self._decodes[size].replay()[: len(rows)], is_drawn=True)
         else:
             self._write_rows(plan, rows, self.limits.max_num_seqs)
-            hidden = self._forward(plan, inputs)
+            if any(self.sampler.wants_prompt(slot) for slot in plan.slots[plan.num_decodes :].tolist()):
+                hidden = self._forward(plan, inputs, all_rows=True)
+                self._describe_prompts(pending, plan, hidden)
+                hidden = hidden.index_select(0, self._rows.ends[: len(rows)])
+            else:
+                hidden = self._forward(plan, inputs)[: len(rows)]
             if len(rows):
-                self._sample(pending, plan, self.model.scores(hidden[: len(rows)]))
+                self._choose(pending, plan, self.model.scores(hidden))
         pending.ended.record(stream)
         self._desk.close(pending.ended)
         self._pending = pending
         return pending
 
-    def _sample(self, pending: "CudaPending", plan: StepPlan, scores: Tensor) -> None:
-        """One token a row, which stays on the device, and a copy of it on its way to the host."""
+    def _choose(self, pending: "CudaPending", plan: StepPlan, scores: Tensor, *, is_drawn: bool = False) -> None:
+        """One token a row, which stays on the device, and a copy of it on its way to the host. If they are drawn, then
+        by a graph, each from all tokens and the model's own logits."""
         sampler, slots, rows = self.sampler, pending.slots, pending.rows
-        cuts = sampler.cuts(slots)
-        if not sampler.edits(slots):
+        cuts, size = sampler.cuts(slots), _fitting(self._cuts, len(rows))
+        if sampler.edits(slots):
+            self._draw(sampler.edit(scores, slots, plan.first[rows] + plan.count[rows]), cuts=cuts)
+            sampler.note(slots, self._drawn(len(rows)))
+        elif cuts and size is not None:  # many kernels, and so launched at once wherever the scores come from
+            if not is_drawn:
+                self._decodes[size].result[: len(rows)].copy_(scores)
+            self._cuts[size].replay()
+        elif cuts or not is_drawn:
             self._draw(scores, cuts=cuts)
-            return
-        logits = wide(scores)
-        self._draw(sampler.edit(logits, slots, plan.first[rows] + plan.count[rows]), cuts=cuts)
-        tokens = self._last_token.index_select(0, self._rows.slots[: len(rows)]).long()
-        sampler.note(slots, tokens)
-        pending.logprobs = sampler.describe(logits, tokens, slots)
+        asking = sampler.asking(slots)
+        if len(asking):
+            index = upload(asking, self.device)
+            tokens = self._drawn(len(rows)).index_select(0, index)
+            pending.described = sampler.describe(scores.index_select(0, index), tokens, slots[asking])
+            pending.asking = asking
+
+    def _drawn(self, rows: int) -> Tensor:
+        return self._last_token.index_select(0, self._rows.slots[:rows])
 
     def _draw(self, scores: Tensor, *, cuts: bool = False) -> Tensor:
         """By the numbers of the step's rows; from all tokens, or from what their cuts leave. Gives the scores back."""
@@ -186,7 +192,7 @@ class CudaExecutor:
             slot, first, count = int(plan.slots[row]), int(plan.first[row]), int(plan.count[row])
             if self.sampler.wants_prompt(slot):
                 part = hidden[ends[row] - count : ends[row]]
-                pending.prompt_logprobs[row] = self.sampler.describe_prompt(self.model.logits, part, slot, first)
+                pending.prompts[row] = self.sampler.describe_prompt(self.model.logits, part, slot, first)
 
     def _write_blocks(self, plan: StepPlan) -> None:
         """What is new in the block tables, ours and the device's."""
@@ -372,9 +378,11 @@ class CudaExecutor:
         hidden = self.model.forward(ids, attention)
         rows = limits.max_num_seqs
         scores = self.model.scores(hidden[:1].expand(rows, -1).contiguous())
-        for logits in (scores, wide(scores)):
-            self._draw(logits)
-            self._draw(logits, cuts=True)
+        logits = wide(scores)
+        for given in (scores, logits):
+            self._draw(given)
+            self._draw(given, cuts=True)
+        self.sampler.rehearse(logits)
 
 
 class CudaPending:
@@ -390,8 +398,9 @@ class CudaPending:
     ) -> None:
         self.rows, self.slots = rows, slots
         self.tokens = returns[: len(rows)]  # where they come in, in pinned memory
-        self.logprobs: dict[int, TokenLogprobs] = {}  # by place in `rows`
-        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.asking = np.empty(0, np.int64)  # places in `rows`
+        self.described = Described([])  # and what they ask for
+        self.prompts: dict[int, Described] = {}
         self.ended = _event()
         self._owner, self._started = owner, started
         self._result: StepResult | None = None
@@ -409,8 +418,8 @@ class CudaPending:
                 tokens=tokens,
                 started=finished - self._started.elapsed_time(self.ended) / 1000,
                 finished=finished,
-                logprobs={int(self.rows[index]): found for index, found in self.logprobs.items()},
-                prompt_logprobs=self.prompt_logprobs,
+                logprobs=dict(zip(self.rows[self.asking].tolist(), self.described.read(), strict=True)),
+                prompt_logprobs={row: described.read() for row, described in self.prompts.items()},
             )
         return self._result
 

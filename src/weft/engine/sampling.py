@@ -10,10 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.engine.executor import SlotSetup, TokenLogprobs
+from weft.engine.executor import SlotSetup
+from weft.engine.logprobs import Described, DescribedPiece
 from weft.engine.masks import Masks
+from weft.models.layers import wide
 
-PIECE = 1 << 24  # most elements (rows x vocabulary) that sorting and prompt log probabilities hold at once: 64 MB
+PIECE = 1 << 24  # most elements (rows x vocabulary) that sorting and log probabilities hold at once: 64 MB
 
 
 class Sampler:
@@ -36,7 +38,7 @@ class Sampler:
         self.min_position = np.zeros(slots, np.int64)  # before this position the slot's stop ids are banned
         self._biased = np.zeros(slots, np.bool_)
         self._cut = np.zeros(slots, np.bool_)
-        self._edited = np.zeros(slots, np.bool_)  # it asks for more than what a kernel can draw from the model's logits
+        self._edited = np.zeros(slots, np.bool_)  # it is not drawn from the model's own logits
         self._biases: dict[int, _TokenValues] = {}
         self._bans: dict[int, _TokenValues] = {}
         self._prompts: dict[int, NDArray[np.int32]] = {}  # of requests that want prompt log probabilities
@@ -69,14 +71,9 @@ class Sampler:
             self._history.open(slot, setup.prompt, setup.output)
         else:
             self._history.close(slot)
-        self._cut[slot] = self.top_k[slot] > 0 or params.top_p < 1 or params.min_p > 0
-        self._edited[slot] = (
-            params.has_penalties
-            or bool(params.logit_bias)
-            or banned
-            or setup.grammar is not None
-            or params.logprobs is not None
-        )
+        is_cut = self.top_k[slot] > 0 or params.top_p < 1 or params.min_p > 0
+        self._cut[slot] = is_cut and self.temperature[slot] > 0  # the likeliest token is always left
+        self._edited[slot] = params.has_penalties or bool(params.logit_bias) or banned or setup.grammar is not None
         if setup.grammar is not None:
             ends = setup.stop_ids if params.min_tokens > 0 else ()
             self._masks.open(slot, setup.grammar, setup.output, ends, len(setup.prompt) + params.min_tokens)
@@ -98,7 +95,7 @@ class Sampler:
         return bool(self._masks.active[slots].any())
 
     def edits(self, slots: NDArray[np.int64]) -> bool:
-        """Whether somebody here asks for more than a temperature, top_k, top_p and min_p."""
+        """Whether somebody here is not drawn from the model's own logits."""
         return bool(self._edited[slots].any())
 
     def cuts(self, slots: NDArray[np.int64]) -> bool:
@@ -117,7 +114,7 @@ class Sampler:
         """What was drawn, for the penalties to come."""
         penalised = np.flatnonzero(self._history.row[slots] >= 0)
         if len(penalised):
-            self._history.append(slots[penalised], tokens[upload(penalised, self.device)])
+            self._history.append(penalised, slots[penalised], tokens)
 
     def advance(self, slots: NDArray[np.int64], tokens: list[int]) -> None:
         """The sampled tokens, as soon as the host knows them. What they allow next is found in the background."""
@@ -125,48 +122,61 @@ class Sampler:
         if len(rows):
             self._masks.advance(slots[rows], [tokens[row] for row in rows.tolist()])
 
-    def describe(self, logits: Tensor, tokens: Tensor, slots: NDArray[np.int64]) -> dict[int, TokenLogprobs]:
-        """Log probabilities of the sampled tokens, from the raw logits, by row, for the rows that asked."""
-        rows = np.flatnonzero(self.logprobs[slots] >= 0)
-        if not len(rows):
-            return {}
-        index = upload(rows, self.device)
-        found = _logprobs(logits[index], tokens[index], self.logprobs[slots[rows]].tolist())
-        return dict(zip(rows.tolist(), found, strict=True))
+    def rehearse(self, logits: Tensor) -> None:
+        """What rows can ask of a GPU, with nobody's numbers: what it needs is made now, and not in service."""
+        first = self._pieces(len(logits))[0]
+        tokens = torch.zeros(len(logits), dtype=torch.int32, device=self.device)
+        DescribedPiece.of(logits[first], tokens[first], [1] * (first.stop - first.start))
+        self._history.rehearse(logits, tokens)
+
+    def asking(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Who of these wants log probabilities, as places."""
+        return np.flatnonzero(self.logprobs[slots] >= 0)
+
+    def describe(self, logits: Tensor, tokens: Tensor, slots: NDArray[np.int64]) -> Described:
+        """Log probabilities of sampled tokens, from the model's own logits. All `slots` ask for them."""
+        wanted = self.logprobs[slots].tolist()
+        return Described(
+            [DescribedPiece.of(logits[piece], tokens[piece], wanted[piece]) for piece in self._pieces(len(tokens))]
+        )
 
     def wants_prompt(self, slot: int) -> bool:
         return bool(self.prompt_logprobs[slot] >= 0)
 
     def describe_prompt(
         self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor, slot: int, first: int
-    ) -> list[TokenLogprobs]:
+    ) -> Described:
         """Log probabilities of the prompt tokens at first+1, first+2, ... given the hidden states at first, ..."""
-        targets = self._prompts[slot][first + 1 : first + 1 + len(hidden)]
-        wanted = int(self.prompt_logprobs[slot])
-        found: list[TokenLogprobs] = []
-        rows = max(1, PIECE // self.vocab_size)
-        for start in range(0, len(targets), rows):
-            piece = upload(targets[start : start + rows].astype(np.int64), self.device)
-            logits = to_logits(hidden[start : start + len(piece)])
-            found += _logprobs(logits, piece, [wanted] * len(piece))
-        return found
+        targets = self._prompts[slot][first + 1 : first + 1 + len(hidden)].astype(np.int64)
+        wanted = [int(self.prompt_logprobs[slot])] * len(targets)
+        return Described(
+            [
+                DescribedPiece.of(to_logits(hidden[piece]), upload(targets[piece], self.device), wanted[piece])
+                for piece in self._pieces(len(targets))
+            ]
+        )
+
+    def _pieces(self, rows: int) -> list[slice]:
+        """Some rows at a time: what is computed with them takes many times their memory."""
+        most = max(1, PIECE // self.vocab_size)
+        return [slice(begin, min(begin + most, rows)) for begin in range(0, rows, most)]
 
     def edit(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-        """Bias, bans and penalties, in vLLM's order; then the tokens that a grammar does not allow become -inf."""
+        """Bias, bans and penalties, in vLLM's order; then the tokens that a grammar does not allow become -inf. The
+        result is in float32 or wider; logits are not changed.
+        """
         biased = np.flatnonzero(self._biased[slots])
         banned = np.flatnonzero(positions < self.min_position[slots])
         penalised = np.flatnonzero(self._history.row[slots] >= 0)
         masked = np.flatnonzero(self._masks.active[slots])
         if not (len(biased) or len(banned) or len(penalised) or len(masked)):
-            return logits
-        logits = logits.clone()
+            return wide(logits)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         for rows, values in ((biased, self._biases), (banned, self._bans)):
             if len(rows):
                 _add(logits, rows, [values[slot] for slot in slots[rows].tolist()])
         if len(penalised):
-            index = upload(penalised, self.device)
-            weights = upload(self.penalties[slots[penalised]], self.device, logits.dtype)
-            logits[index] = self._history.penalise(logits[index], slots[penalised], weights)
+            self._history.penalise(logits, penalised, slots[penalised], self.penalties[slots[penalised]])
         if len(masked):
             index = upload(masked, self.device)
             bits = upload(self._masks.allowed(slots[masked], positions[masked]).view(np.uint8), self.device)
@@ -195,11 +205,10 @@ class Sampler:
             floor = upload(np.log(np.maximum(min_p, 1e-300)), self.device, logits.dtype)
             logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor[:, None], -torch.inf)
         sorting = np.flatnonzero((top_k > 0) | (top_p < 1))
-        # Some rows at a time: sorting takes many times the memory of what is sorted.
-        for rows in np.split(sorting, range(most := max(1, PIECE // self.vocab_size), len(sorting), most)):
-            if len(rows):
-                index = upload(rows, self.device)
-                logits = logits.index_copy(0, index, self._truncate_sorted(logits[index], top_k[rows], top_p[rows]))
+        for piece in self._pieces(len(sorting)):
+            rows = sorting[piece]
+            index = upload(rows, self.device)
+            logits = logits.index_copy(0, index, self._truncate_sorted(logits[index], top_k[rows], top_p[rows]))
         return logits
 
     def _truncate_sorted(self, logits: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
@@ -240,29 +249,55 @@ class _History:
             self._double()
         row = self._free.pop()
         self.row[slot] = row
-        device, size = self._counts.device, self._counts.shape[1]
-        sampled = upload(output.astype(np.int64), device)
-        self._counts[row] = torch.bincount(sampled, minlength=size)
-        self._seen[row] = self._counts[row] > 0
-        self._seen[row, upload(prompt.astype(np.int64), device)] = True
+        device = self._counts.device
+        tokens, counts = np.unique(output, return_counts=True)
+        self._counts[row].zero_()
+        self._counts[row].index_copy_(0, upload(tokens.astype(np.int64), device), upload(counts, device, torch.int32))
+        self._seen[row].zero_()
+        self._seen[row].index_fill_(0, upload(np.union1d(prompt, tokens).astype(np.int64), device), True)
 
     def close(self, slot: int) -> None:
         if self.row[slot] >= 0:
             self._free.append(int(self.row[slot]))
             self.row[slot] = -1
 
-    def append(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
-        rows = upload(self.row[slots], tokens.device)
+    def append(self, places: NDArray[np.int64], slots: NDArray[np.int64], tokens: Tensor) -> None:
+        """Of a step's tokens those at `places`, which the slots got."""
+        if tokens.is_cuda:
+            from weft.kernels.penalise import Histories, note
+
+            numbers = upload(np.stack([places, self.row[slots]]).astype(np.int32), tokens.device)
+            note(tokens, numbers, Histories(self._counts, self._seen))
+            return
+        rows, tokens = torch.from_numpy(self.row[slots]), tokens[torch.from_numpy(places)]
         self._counts[rows, tokens] += 1
         self._seen[rows, tokens] = True
 
-    def penalise(self, logits: Tensor, slots: NDArray[np.int64], weights: Tensor) -> Tensor:
-        """Penalised logits; `weights` holds repetition, frequency and presence for each row."""
-        rows = upload(self.row[slots], logits.device)
-        counts, seen = self._counts[rows], self._seen[rows]
-        repetition, frequency, presence = weights[:, :1], weights[:, 1:2], weights[:, 2:]
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        return torch.where(seen, repeated, logits) - frequency * counts - presence * (counts > 0)
+    def penalise(
+        self, logits: Tensor, places: NDArray[np.int64], slots: NDArray[np.int64], penalties: NDArray[np.float64]
+    ) -> None:
+        """In place, of the logits those at `places`, which the slots have. Of each slot three penalties."""
+        if logits.is_cuda:
+            from weft.kernels.penalise import FIELDS, Histories, penalise
+
+            numbers = np.empty((FIELDS, len(places)), np.int32)
+            numbers[:2] = places, self.row[slots]
+            numbers[2:].view(np.float32)[:] = penalties.T
+            penalise(logits, upload(numbers, logits.device), Histories(self._counts, self._seen))
+            return
+        index, rows = torch.from_numpy(places), torch.from_numpy(self.row[slots])
+        counts, seen, given = self._counts[rows], self._seen[rows], logits[index]
+        repetition, frequency, presence = torch.from_numpy(penalties).to(logits.dtype)[:, :, None].unbind(1)
+        repeated = torch.where(given > 0, given / repetition, given * repetition)
+        logits[index] = torch.where(seen, repeated, given) - frequency * counts - presence * (counts > 0)
+
+    def rehearse(self, logits: Tensor, tokens: Tensor) -> None:
+        from weft.kernels.penalise import FIELDS, Histories, note, penalise
+
+        nobody = torch.full((FIELDS, 1), -1, dtype=torch.int32, device=tokens.device)
+        histories = Histories(self._counts, self._seen)
+        penalise(logits, nobody, histories)
+        note(tokens, nobody[:2], histories)
 
     def _double(self) -> None:
         old = len(self._counts)
@@ -274,10 +309,10 @@ class _History:
 
 def upload(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """An array on the device. From ordinary memory a GPU could only copy when all before it is done, while we wait."""
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(array).to(dtype)  # before it is pinned: a copy that converts goes through other memory
     if device.type != "cuda":
-        return tensor.to(device, dtype)
-    return tensor.pin_memory().to(device, dtype, non_blocking=True)
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def hashed_uniform(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -296,8 +331,8 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _unpack(bits: Tensor) -> Tensor:
     """One truth value for each bit of each row's bytes, the lowest first."""
-    each = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=bits.device)
-    return (bits[:, :, None] & each).ne(0).flatten(1)
+    each = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, :, None] >> each) & 1).bool().flatten(1)
 
 
 def _add(logits: Tensor, rows: NDArray[np.int64], entries: list[_TokenValues]) -> None:
@@ -307,23 +342,3 @@ def _add(logits: Tensor, rows: NDArray[np.int64], entries: list[_TokenValues]) -
     row, token = upload(where, logits.device)
     values = np.concatenate([entry.values for entry in entries])
     logits[row, token] += upload(values, logits.device, logits.dtype)
-
-
-def _logprobs(logits: Tensor, tokens: Tensor, wanted: list[int]) -> list[TokenLogprobs]:
-    logprobs = torch.log_softmax(logits.float(), -1)
-    chosen = logprobs.gather(-1, tokens[:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
-    top = logprobs.topk(min(max(wanted), logprobs.shape[-1]), -1)
-    columns = zip(
-        tokens.tolist(),
-        chosen[:, 0].tolist(),
-        ranks.tolist(),
-        top.indices.tolist(),
-        top.values.tolist(),
-        wanted,
-        strict=True,
-    )
-    return [
-        TokenLogprobs(token, value, rank, dict(zip(ids[:k], values[:k], strict=True)))
-        for token, value, rank, ids, values, k in columns
-    ]

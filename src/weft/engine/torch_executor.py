@@ -69,11 +69,13 @@ class TorchExecutor:
         self._last_token[slots[self._upload(rows)]] = tokens
         chosen = tokens.tolist()
         self.sampler.advance(sampling, chosen)
-        described = self.sampler.describe(logits, tokens, sampling)
+        asking = self.sampler.asking(sampling)
+        index = self._upload(asking)
+        described = self.sampler.describe(logits[index], tokens[index], sampling[asking]).read()
         prompt_logprobs = {
             row: self.sampler.describe_prompt(
                 self.model.logits, hidden[ends[row] - plan.count[row] : ends[row]], slot, int(plan.first[row])
-            )
+            ).read()
             for row, slot in enumerate(plan.slots.tolist())
             if row >= plan.num_decodes and self.sampler.wants_prompt(slot)
         }
@@ -81,7 +83,7 @@ class TorchExecutor:
             tokens=chosen,
             started=started,
             finished=self.clock(),
-            logprobs={int(rows[index]): found for index, found in described.items()},
+            logprobs=dict(zip(rows[asking].tolist(), described, strict=True)),
             prompt_logprobs=prompt_logprobs,
         )
 
