@@ -13,6 +13,8 @@ from weft.bench.shapes import Subject, subject
 from weft.cli import main
 from weft.core import StepRecord
 from weft.engine.options import EngineOptions
+from weft.engine.params import SamplingParams
+from weft.engine.stream import Stream
 from weft.errors import EngineError
 
 SLOW = Ceilings(copy=1e6, matmul=1e6)
@@ -109,3 +111,38 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
 def test_nonsense_is_one_line(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "latency", option, "0"]) == 2
     assert f"{option} 0 must be at least 1" in capsys.readouterr().err
+
+
+def test_tokens_are_drawn_as_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, file = tiny_directory(tmp_path / "m", max_position_embeddings=512), tmp_path / "latency.json"
+    line = ["bench", "latency", "--shape", str(path), "--device", "cpu", "--json", str(file)]
+    line += ["--batch", "2", "--prompt", "16", "--decode-steps", "4", "--sampling"]
+    assert main([*line, '{"top_k": 3, "logprobs": 1}']) == 0
+    sampling = json.loads(file.read_text())["sampling"]
+    assert (sampling["temperature"], sampling["top_k"], sampling["logprobs"]) == (0.6, 3, 1)
+    for wrong, told in (
+        ('{"top_k": ', "is not valid JSON"),
+        ("3", "is not a JSON object"),
+        ('{"max_tokens": 3}', "unknown parameter 'max_tokens'; known: temperature, top_k"),
+        ('{"top_p": 2}', "top_p=2 is out of range"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*line, wrong])
+        assert told in capsys.readouterr().err
+
+
+def test_a_step_samples_as_it_is_told(tmp_path: Path) -> None:
+    with subject(str(tiny_directory(tmp_path, max_position_embeddings=1024)), options()) as found:
+        opened: list[SamplingParams] = []
+        open_streams = found.engine.open_streams
+
+        def note(prompt: list[int], params: SamplingParams) -> list[Stream]:
+            opened.append(params)
+            return open_streams(prompt, params)
+
+        found.engine.open_streams = note  # type: ignore[method-assign,assignment]
+        asked = SamplingParams(temperature=0.5, top_p=0.9, logprobs=2)
+        measure_decode(found, SLOW, batch=2, steps=4, sampling=asked)
+        measure_prefill(found, SLOW, tokens=16, chunk=256, sampling=asked)
+    assert len(opened) == 2 + 6
+    assert {(one.temperature, one.top_p, one.logprobs, one.ignore_eos) for one in opened} == {(0.5, 0.9, 2, True)}

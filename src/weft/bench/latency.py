@@ -1,5 +1,6 @@
 """Latency of an engine that is otherwise idle: decode steps by batch, first tokens by prompt, beside the limits."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
 from weft.errors import EngineError
 
-TEMPERATURE = 0.6
+SAMPLING = SamplingParams(temperature=0.6)
 DECODE_PROMPT = 128  # tokens
 SETTLE = 8  # decode steps that are not counted, before those that are
 REPEATS = 5  # of a prefill, of which the median counts
@@ -58,11 +59,13 @@ def prefill_obstacle(engine: Engine, tokens: int) -> str | None:
     return None
 
 
-def measure_decode(subject: Subject, ceilings: Ceilings, batch: int, steps: int) -> Decode:
+def measure_decode(
+    subject: Subject, ceilings: Ceilings, batch: int, steps: int, sampling: SamplingParams = SAMPLING
+) -> Decode:
     """Median over `steps` steps in which `batch` requests decode and nothing else happens."""
     engine = subject.engine
     try:
-        streams = [_add(engine, _prompt(engine, DECODE_PROMPT, seed), None) for seed in range(batch)]
+        streams = [_add(engine, _prompt(engine, DECODE_PROMPT, seed), None, sampling) for seed in range(batch)]
         gaps = _gaps(engine, batch, SETTLE + steps)[SETTLE:]
         context = DECODE_PROMPT + float(np.mean([len(stream.output) for stream in streams])) - steps / 2
     finally:
@@ -72,9 +75,11 @@ def measure_decode(subject: Subject, ceilings: Ceilings, batch: int, steps: int)
     return Decode(batch, median * 1000, p99 * 1000, floor * 1000, floor / median)
 
 
-def measure_prefill(subject: Subject, ceilings: Ceilings, tokens: int, chunk: int) -> Prefill:
+def measure_prefill(
+    subject: Subject, ceilings: Ceilings, tokens: int, chunk: int, sampling: SamplingParams = SAMPLING
+) -> Prefill:
     """Median over a few prompts of so many tokens, after one that is not counted."""
-    found = [_first_token(subject.engine, tokens, seed) for seed in range(1 + REPEATS)]
+    found = [_first_token(subject.engine, tokens, seed, sampling) for seed in range(1 + REPEATS)]
     median = float(np.median(found[1:]))
     floor = prefill_work(subject.config, subject.dtype.itemsize, tokens, chunk).floor(ceilings)
     return Prefill(tokens, median * 1000, floor * 1000, floor / median)
@@ -109,12 +114,12 @@ def _gaps(engine: Engine, batch: int, count: int) -> NDArray[np.float64]:
     return np.array(gaps)
 
 
-def _first_token(engine: Engine, tokens: int, seed: int) -> float:
+def _first_token(engine: Engine, tokens: int, seed: int, sampling: SamplingParams) -> float:
     """Seconds from a prompt's arrival, its check included, to its first token."""
     loop = engine.loop
     prompt = _prompt(engine, tokens, seed)
     began = loop.clock()
-    stream = _add(engine, prompt, 1)
+    stream = _add(engine, prompt, 1, sampling)
     while loop.has_work and not stream.output:
         loop.step()
     seconds = loop.clock() - began
@@ -123,9 +128,8 @@ def _first_token(engine: Engine, tokens: int, seed: int) -> float:
     return seconds
 
 
-def _add(engine: Engine, prompt: list[int], max_tokens: int | None) -> Stream:
-    params = SamplingParams(temperature=TEMPERATURE, max_tokens=max_tokens, ignore_eos=True)
-    (stream,) = engine.open_streams(prompt, params)
+def _add(engine: Engine, prompt: list[int], max_tokens: int | None, sampling: SamplingParams) -> Stream:
+    (stream,) = engine.open_streams(prompt, replace(sampling, max_tokens=max_tokens, ignore_eos=True))
     engine.loop.add(stream)
     return stream
 

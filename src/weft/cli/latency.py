@@ -1,8 +1,10 @@
 """`weft bench latency`: decode steps and first tokens, each beside what the device allows."""
 
 import argparse
+import json
+from dataclasses import asdict, replace
 
-from weft.bench.latency import decode_obstacle, measure_decode, measure_prefill, prefill_obstacle
+from weft.bench.latency import SAMPLING, decode_obstacle, measure_decode, measure_prefill, prefill_obstacle
 from weft.bench.limits import measure_ceilings
 from weft.bench.shapes import subject
 from weft.cli.shapes import (
@@ -14,16 +16,20 @@ from weft.cli.shapes import (
     shape_options,
     write_json,
 )
+from weft.engine.params import SamplingParams
+from weft.errors import RequestError
 
 BATCHES = {"cuda": [1, 16, 64, 256], "cpu": [1, 16]}
 PROMPTS = {"cuda": [512, 4096, 16_384, 30_000], "cpu": [512]}
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", *PENALTIES, "logprobs")  # what changes how a token is drawn
 
 
 def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = kinds.add_parser(
         "latency",
         help="decode steps and first tokens, beside the device's limits",
-        description="Times a decode step (the median wall time between commits, sampling at temperature 0.6 included, "
+        description="Times a decode step (the median wall time between commits, sampling included, "
         "behind prompts of 128 tokens) at several batch sizes, and the first token of one prompt at several lengths "
         "(the median of five), and tells which fraction of the device's limit each reaches. The limit is the longer "
         "of two times: reading the weights and the KV cache once at the speed of a large copy, and the arithmetic at "
@@ -34,6 +40,14 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     add("--batch", type=int, nargs="+", metavar="N", help=f"decodes at once (default: {_defaults(BATCHES)})")
     add("--prompt", type=int, nargs="+", metavar="N", help=f"tokens of a prompt (default: {_defaults(PROMPTS)})")
     add("--decode-steps", type=int, default=256, metavar="N", help="steps that count, for each batch (default: 256)")
+    add(
+        "--sampling",
+        type=_sampling,
+        default=SAMPLING,
+        metavar="JSON",
+        help=f'of all requests, such as \'{{"top_k": 20, "top_p": 0.95}}\': any of {", ".join(SAMPLED)} '
+        "(default: a temperature of 0.6 alone)",
+    )
     add_shape_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -54,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             if obstacle := decode_obstacle(found.engine, batch, arguments.decode_steps):
                 left_out.append(f"batch {batch}: {obstacle}")
                 continue
-            step = measure_decode(found, ceilings, batch, arguments.decode_steps)
+            step = measure_decode(found, ceilings, batch, arguments.decode_steps, arguments.sampling)
             decode.append(step._asdict())
             times = f"{step.ms:>11.3f} {step.p99_ms:>11.3f} {step.floor_ms:>11.3f}"
             print(f"{batch:>8} {times} {step.fraction:>13.1%}", flush=True)
@@ -63,14 +77,31 @@ def run(arguments: argparse.Namespace) -> int:
             if obstacle := prefill_obstacle(found.engine, tokens):
                 left_out.append(f"prompt of {tokens}: {obstacle}")
                 continue
-            first = measure_prefill(found, ceilings, tokens, options.max_num_batched_tokens)
+            first = measure_prefill(found, ceilings, tokens, options.max_num_batched_tokens, arguments.sampling)
             prefill.append(first._asdict())
             print(f"{tokens:>8} {first.ms:>11.3f} {'':>11} {first.floor_ms:>11.3f} {first.fraction:>13.1%}", flush=True)
     for note in left_out:
         print(f"left out: {note}")
-    rows = {"decode": decode, "prefill": prefill, "left_out": left_out}
+    sampling = {name: value for name, value in asdict(arguments.sampling).items() if name in SAMPLED}
+    rows = {"sampling": sampling, "decode": decode, "prefill": prefill, "left_out": left_out}
     write_json(arguments.json, {**described(found), **rows, "copy_tb_per_s": copy, "matmul_tflop_per_s": matmul})
     return 0
+
+
+def _sampling(text: str) -> SamplingParams:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object, such as {{"top_p": 0.9}}')
+    unknown = sorted(set(given) - set(SAMPLED))
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown parameter {unknown[0]!r}; known: {', '.join(SAMPLED)}")
+    try:
+        return replace(SAMPLING, **given)
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _defaults(by_kind: dict[str, list[int]]) -> str:
