@@ -1,5 +1,4 @@
-"""CudaExecutor: runs plans on a GPU. Nothing here waits for the device but `result`, unless a request has a grammar or
-asks for log probabilities.
+"""CudaExecutor: runs plans on a GPU. Nothing here waits for the device but `result`, unless a request has a grammar.
 
 A step is: its numbers read from pinned memory; all layers; one token a row drawn, which stays on the device, where the
 next step finds it, and is written to pinned memory, where the host does. For decodes alone, one captured graph does all
