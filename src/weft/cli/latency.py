@@ -22,7 +22,7 @@ from weft.errors import RequestError
 BATCHES = {"cuda": [1, 16, 64, 256], "cpu": [1, 16]}
 PROMPTS = {"cuda": [512, 4096, 16_384, 30_000], "cpu": [512]}
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-SAMPLED = ("temperature", "top_k", "top_p", "min_p", *PENALTIES, "logprobs")  # what changes how a token is drawn
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", *PENALTIES, "logprobs")  # what a step takes longer for
 
 
 def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
