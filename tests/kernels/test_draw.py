@@ -11,7 +11,7 @@ from weft import SamplingParams
 from weft.engine.executor import SlotSetup
 from weft.engine.sampling import Sampler, hashed_uniform
 from weft.kernels import draw
-from weft.kernels.truncate import Cuts, truncate
+from weft.kernels.truncate import ROUNDS, SLACK, UNIT, Cuts, truncate
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 
@@ -81,14 +81,63 @@ def test_what_is_truncated_is_what_the_cpu_truncates(dtype: torch.dtype, vocab: 
 
 
 def test_who_asks_for_nothing_gets_what_it_would_get_alone(dtype: torch.dtype) -> None:
-    """Bit by bit: other rows decide whether a step is truncated."""
-    rows, vocab = 64 if DEVICE.type == "cuda" else 6, 2500
-    logits = normal(dtype, rows, vocab) * 3
-    temperature = torch.full((rows,), 0.8, device=DEVICE)
-    noise = _noise(torch.rand(rows))
-    everything = (torch.full((rows,), value, device=DEVICE) for value in (2.0, -torch.inf))
-    cuts = Cuts(torch.full((rows,), 2**31 - 1, dtype=torch.int32, device=DEVICE), *everything)
-    assert torch.equal(_draw(logits, temperature, noise), _draw(logits, temperature, noise, cuts))
+    """Bit by bit: other rows decide whether a step is truncated, and whether its logits are edited, in float32."""
+    for vocab in (2500, 151936) if DEVICE.type == "cuda" else (2500,):
+        rows = 512 if DEVICE.type == "cuda" else 6
+        logits = normal(dtype, rows, vocab) * 3
+        temperature = torch.full((rows,), 0.8, device=DEVICE)
+        noise = _noise(torch.rand(rows))
+        everything = (torch.full((rows,), value, device=DEVICE) for value in (2.0, -torch.inf))
+        cuts = Cuts(torch.full((rows,), 2**31 - 1, dtype=torch.int32, device=DEVICE), *everything)
+        alone = _draw(logits, temperature, noise)
+        assert torch.equal(alone, _draw(logits, temperature, noise, cuts))
+        assert torch.equal(alone, _draw(logits.float(), temperature, noise))
+        assert torch.equal(alone, _draw(logits.float(), temperature, noise, cuts))
+
+
+@pytest.mark.parametrize("vocab", [37, 300, *([5000] if DEVICE.type == "cuda" else [])])
+def test_borders(dtype: torch.dtype, vocab: int) -> None:
+    """Which tokens are kept, and what is told of their tiles, with distributions of many kinds and few logits a tile,
+    so that borders lie in every place of one."""
+    generator, tile, rows = np.random.default_rng(vocab), 64, 1000 if DEVICE.type == "cuda" else 150
+    logits = normal(dtype, rows, vocab) * torch.from_numpy(generator.choice([0.1, 1, 3, 20], (rows, 1))).to(DEVICE)
+    logits[::3] = (logits[::3] * 2).round() / 2  # many are equal
+    logits[::7, vocab // 3 :] = -torch.inf
+    logits[::11, permutation(vocab)[:5]] += 8
+    logits[5], logits[6] = 1.0, -torch.inf
+    logits[6, vocab - 3] = -4.0
+    logits[8], logits[8, 1] = 0.0, -0.0
+    logits = logits.to(dtype)
+    heat = generator.choice([0.0, 0.3, 1.0, 4.0], rows).astype(np.float32)
+    counts = [1, 2, 3, 5, vocab // tile + 1, vocab - 1, vocab, 2**31 - 1, 2**31 - 1]
+    top_k = generator.choice(counts, rows).astype(np.int32)
+    top_p = generator.choice([2, 2, 1e-9, 0.2, 0.5, 0.9, 0.99, 0.99999], rows).astype(np.float32)
+    min_p = generator.choice([0, 0, 1e-6, 0.01, 0.3, 1], rows)
+    with np.errstate(divide="ignore"):
+        floor = np.log(min_p).astype(np.float32)
+    tiles = -(-vocab // tile)
+    values = np.full((rows, tiles * tile), -np.inf)
+    values[:, :vocab] = logits.double().cpu().numpy()
+    given = values.reshape(rows, tiles, tile)
+    highest, divisor = given.max(-1), np.where(heat > 0, heat, 1.0)[:, None, None]
+    tops = np.where(highest > -np.inf, highest, 0)[..., None]
+    units = float(UNIT.value) * np.exp((given - tops) / divisor)
+    device = [torch.from_numpy(array).to(DEVICE) for array in (heat, highest, units.astype(np.int64).sum(-1))]
+    cuts = Cuts(*(torch.from_numpy(array).to(DEVICE) for array in (top_k, top_p, floor)))
+    border = truncate(logits, device[0], device[1].float(), device[2], cuts, tile)
+    rank, ties, sums, equal = (field.cpu().numpy() for field in border)
+
+    bits = (values.astype(np.float32) + np.float32(0)).view(np.int32)
+    ranks = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> ROUNDS[dtype][0]
+    ranks[:, vocab:] = -(2**31)
+    above, at = ranks > rank[:, None], ranks == rank[:, None]
+    kept = above | (at & (np.cumsum(at, 1) <= ties[:, None]))
+    assert (equal == at.reshape(given.shape).sum(-1)).all()
+    expected = np.where(above.reshape(given.shape), units, 0).sum(-1)
+    assert np.allclose(sums, expected, rtol=1e-5, atol=vocab)
+    for row in range(rows):
+        wrong = _wrongly_kept(values[row, :vocab], kept[row, :vocab], heat[row], top_k[row], top_p[row], floor[row])
+        assert not wrong, (row, heat[row], top_k[row], top_p[row], min_p[row], wrong)
 
 
 def test_top_p_of_equal_tokens_is_as_exact_as_can_be(dtype: torch.dtype) -> None:
@@ -100,9 +149,10 @@ def test_top_p_of_equal_tokens_is_as_exact_as_can_be(dtype: torch.dtype) -> None
         top_p.float(),
         torch.full((9,), -torch.inf, device=DEVICE),
     )
-    border = truncate(logits, torch.ones(9, device=DEVICE), tops, tops + 10, cuts, 2048)
+    sums = torch.full((9, 1), 10 * int(UNIT.value), device=DEVICE)
+    border = truncate(logits, torch.ones(9, device=DEVICE), tops, sums, cuts, 2048)
     assert border.ties.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert border.sums.flatten().tolist() == [0.0] * 9
+    assert border.sums.flatten().tolist() == [0] * 9
 
 
 def test_noise() -> None:
@@ -117,6 +167,23 @@ def test_noise() -> None:
     found = torch.empty(1024, dtype=torch.float64, device=DEVICE)
     hash_rows[(1,)](*halves, torch.from_numpy(positions).int().to(DEVICE), found, N=1024)
     assert found.tolist() == hashed_uniform(seeds, positions).tolist()
+
+
+def _wrongly_kept(
+    logits: NDArray[np.float64], kept: NDArray[np.bool_], heat: float, top_k: int, top_p: float, floor: float
+) -> list[int]:
+    """Tokens that are and should not be, or the other way round, and so clearly that rounding does not excuse it."""
+    heat = heat or 1.0
+    order = np.argsort(-logits, kind="stable")
+    over = logits - (logits.max() + floor * heat)  # min_p's border
+    powers = np.where(over >= 0, np.exp((logits - logits.max()) / heat), 0.0)
+    powers[order[top_k:]] = 0
+    before = np.empty_like(powers)
+    before[order] = np.cumsum(powers[order]) - powers[order]
+    short = top_p * SLACK.value * powers.sum() - before  # top_p's
+    expected = (powers > 0) & ((short > 0) | (np.arange(len(logits)) == order[0]))
+    clear = (logits > -np.inf) & (np.abs(short) > 1e-7 * len(logits)) & (np.abs(over) > 1e-5)
+    return np.flatnonzero((kept != expected) & clear).tolist()
 
 
 def _cumulative(logits: NDArray[np.float64], params: SamplingParams) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ launched kernel by kernel.
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weft.core import StepPlan
 from weft.engine.executor import Lumps, StepInputs, StepResult
-from weft.engine.graphs import GRAIN, Cut, Pieces, Whole, decode_sizes, is_worth_it, mixed_sizes
+from weft.engine.graphs import GRAIN, Cut, Pieces, Whole, decode_sizes, draw_sizes, is_worth_it, mixed_sizes
 from weft.engine.logprobs import Described
 from weft.engine.sampling import Sampler, upload
 from weft.engine.staging import DEPTH, NOBODY, Courier, Desk, Rows, Tokens, pinned
@@ -33,7 +33,6 @@ from weft.kernels.shares import Shares, divide, most_shares
 from weft.kernels.truncate import Cuts
 from weft.kv import KVPool
 from weft.models import CausalLM
-from weft.models.layers import wide
 
 
 class Limits(NamedTuple):
@@ -43,6 +42,13 @@ class Limits(NamedTuple):
     max_num_batched_tokens: int
     max_model_len: int
     slots: int
+
+
+class Draws(NamedTuple):
+    """Drawing of tokens for so many rows, some of which are not drawn from all of them: many kernels, one launch."""
+
+    scores: Whole  # from the model's own logits
+    edited: Whole  # from those that somebody's bias, bans, penalties or grammar have changed
 
 
 class CudaExecutor:
@@ -64,6 +70,11 @@ class CudaExecutor:
         self._tables = torch.zeros((limits.slots, self._columns), dtype=torch.int32, device=device)
         self._blocks = np.zeros((limits.slots, self._columns), np.int32)  # the same, for the host
         self._last_token = torch.zeros(limits.slots, dtype=torch.int32, device=device)
+        # Of a step's rows, wherever they were computed; and those that tokens are drawn from where they are changed.
+        self._scores, self._edited = (
+            torch.empty((limits.max_num_seqs, config.vocab_size), dtype=kind, device=device)
+            for kind in (model.score_dtype, torch.float32)
+        )
         self._layer_parameters = sum(parameter.numel() for parameter in model.layers[-1].parameters())
         self._mixed_sizes = mixed_sizes(limits.max_num_batched_tokens, self._layer_parameters)
         most = max(self._mixed_sizes, default=0)
@@ -90,7 +101,7 @@ class CudaExecutor:
             if self._flashinfer.kept.capacity:
                 self._keeping = Keeping(self._flashinfer.kept.copy, self._kept_board.numbers[0])
         self._decodes: dict[int, Whole] = {}
-        self._cuts: dict[int, Whole] = {}  # the tokens of such a step, drawn again, where some are not drawn from all
+        self._draws: dict[int, Draws] = {}
         self._mixed: dict[int, Pieces] = {}
         wave = 0 if self._flashinfer is None else self._flashinfer.wave
         self.lumps = Lumps(GRAIN if model.can_be_captured else 1, wave)
@@ -104,7 +115,7 @@ class CudaExecutor:
         if self._flashinfer is not None:
             self._flashinfer.kept.forget()
         self._decodes.clear()
-        self._cuts.clear()
+        self._draws.clear()
         self._mixed.clear()
         torch.cuda.empty_cache()
 
@@ -115,10 +126,11 @@ class CudaExecutor:
             self.sampler.close()
             self._pending = None  # it knows us, and we know it
             self._decodes.clear()
-            self._cuts.clear()
+            self._draws.clear()
             self._mixed.clear()
             self._flashinfer = self._keeping = None
-            del self.model, self.kv  # the next engine needs their memory, whoever still holds this one
+            # The next engine needs their memory, whoever still holds this one.
+            del self.model, self.kv, self._scores, self._edited
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan, inputs: StepInputs) -> "CudaPending":
@@ -137,7 +149,8 @@ class CudaExecutor:
         self._write_blocks(plan)
         if plan.num_decodes == len(plan.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
             self._write_rows(plan, rows, size)
-            self._choose(pending, plan, self._decodes[size].replay()[: len(rows)], is_drawn=True)
+            self._decodes[size].replay()
+            self._choose(pending, plan, is_drawn=True)
         else:
             self._write_rows(plan, rows, self.limits.max_num_seqs)
             if any(self.sampler.wants_prompt(slot) for slot in plan.slots[plan.num_decodes :].tolist()):
@@ -147,24 +160,28 @@ class CudaExecutor:
             else:
                 hidden = self._forward(plan, inputs)[: len(rows)]
             if len(rows):
-                self._choose(pending, plan, self.model.scores(hidden))
+                self.model.scores(hidden, self._scores[: len(rows)])
+                self._choose(pending, plan, is_drawn=False)
         pending.ended.record(stream)
         self._desk.close(pending.ended)
         self._pending = pending
         return pending
 
-    def _choose(self, pending: "CudaPending", plan: StepPlan, scores: Tensor, *, is_drawn: bool = False) -> None:
+    def _choose(self, pending: "CudaPending", plan: StepPlan, *, is_drawn: bool) -> None:
         """One token a row, which stays on the device, and a copy of it on its way to the host. If they are drawn, then
         by a graph, each from all tokens and the model's own logits."""
         sampler, slots, rows = self.sampler, pending.slots, pending.rows
-        cuts, size = sampler.cuts(slots), _fitting(self._cuts, len(rows))
-        if sampler.edits(slots):
-            self._draw(sampler.edit(scores, slots, plan.first[rows] + plan.count[rows]), cuts=cuts)
+        scores, positions = self._scores[: len(rows)], plan.first[rows] + plan.count[rows]
+        cuts, size = sampler.cuts(slots), _fitting(self._draws, len(rows))
+        if sampler.edits(slots, positions):
+            edited = sampler.edit(scores, slots, positions, self._edited[: len(rows)])
+            if size is not None:
+                self._draws[size].edited.replay()
+            else:
+                self._draw(edited, cuts=cuts)
             sampler.note(slots, self._drawn(len(rows)))
-        elif cuts and size is not None:  # many kernels, and so launched at once wherever the scores come from
-            if not is_drawn:
-                self._decodes[size].result[: len(rows)].copy_(scores)
-            self._cuts[size].replay()
+        elif cuts and size is not None:
+            self._draws[size].scores.replay()
         elif cuts or not is_drawn:
             self._draw(scores, cuts=cuts)
         asking = sampler.asking(slots)
@@ -177,13 +194,12 @@ class CudaExecutor:
     def _drawn(self, rows: int) -> Tensor:
         return self._last_token.index_select(0, self._rows.slots[:rows])
 
-    def _draw(self, scores: Tensor, *, cuts: bool = False) -> Tensor:
-        """By the numbers of the step's rows; from all tokens, or from what their cuts leave. Gives the scores back."""
+    def _draw(self, scores: Tensor, *, cuts: bool = False) -> None:
+        """By the numbers of the step's rows; from all tokens, or from what their cuts leave."""
         rows = Rows(*(field[: len(scores)] for field in self._rows))
         noise, left = Noise(rows.low, rows.high, rows.positions), Cuts(rows.top_k, rows.top_p, rows.floor)
         returns = (self._returns.view(-1), rows.places)
         draw(scores, rows.temperature, noise, self._last_token, rows.slots, *returns, left if cuts else None)
-        return scores
 
     def _describe_prompts(self, pending: "CudaPending", plan: StepPlan, hidden: Tensor) -> None:
         ends = np.cumsum(plan.count).tolist()
@@ -207,7 +223,8 @@ class CudaExecutor:
         positions = plan.first[rows] + plan.count[rows] - 1
         ends = np.cumsum(plan.count)[rows] - 1
         returns = np.arange(len(rows)) + self._desk.turn * self.limits.max_num_seqs
-        self._row_board.write([slots, positions, ends, returns, *self.sampler.drawing[:, slots]], padded)
+        drawn = max(padded, _fitting(self._draws, len(rows)) or 0)  # by graphs for more rows than that of the layers
+        self._row_board.write([slots, positions, ends, returns, *self.sampler.drawing[:, slots]], drawn)
         decodes, places = plan.num_decodes, most_shares(padded, self._wanted)
         for window, board in self._shares.items():
             board.write(divide(slots[:decodes], positions[:decodes], window, self._wanted), places)
@@ -288,23 +305,28 @@ class CudaExecutor:
                 progress(done := done + 1)
             for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
                 with self._trial():  # the fetch of the warm-up; that which is captured is not run
-                    decode = Whole(partial(self._decode, size), pool)
-                cut = Whole(partial(self._draw, decode.result, cuts=True), pool)
-                self._decodes[size], self._cuts[size] = decode, cut
+                    self._decodes[size] = Whole(partial(self._decode, size), pool)
+                progress(done := done + 1)
+            for size in draw_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
+                places = (self._scores[:size], self._edited[:size])
+                self._draws[size] = Draws(*(Whole(partial(self._draw, place, cuts=True), pool) for place in places))
                 progress(done := done + 1)
         torch.cuda.synchronize(self.device)
 
     @property
     def num_graphs(self) -> int:
-        return len(self._mixed_sizes) + len(decode_sizes(self.limits.max_num_seqs))
+        most = self.limits.max_num_seqs
+        return len(self._mixed_sizes) + len(decode_sizes(most)) + len(draw_sizes(most))
 
-    def _decode(self, rows: int) -> Tensor:
-        """A whole step of decodes alone, their tokens drawn; gives their scores, for those that want to be sampled in
-        another way. All that it reads lies where it always lies, or on the desk's next page."""
-        self._desk.fetch(most_shares(rows, self._wanted))
+    def _decode(self, rows: int) -> None:
+        """A whole step of decodes alone, their tokens drawn. All that it reads lies where it always lies, or on the
+        desk's next page."""
+        drawn = min(size for size in draw_sizes(self.limits.max_num_seqs) if size >= rows)
+        self._desk.fetch(max(most_shares(rows, self._wanted), drawn))
         slots, positions = self._rows.slots[:rows], self._rows.positions[:rows]
         ids = self._last_token.index_select(0, slots.clamp(min=0))
-        return self._draw(self.model.scores(self.model.forward(ids, self._attention(slots, positions, rows))))
+        hidden = self.model.forward(ids, self._attention(slots, positions, rows))
+        self._draw(self.model.scores(hidden, self._scores[:rows]))
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
@@ -375,13 +397,11 @@ class CudaExecutor:
         positions = torch.arange(first, first + count, dtype=torch.int32, device=device)
         attention = self._attention(nobody, positions, 0, prefills, keeping=self._keeping)
         hidden = self.model.forward(ids, attention)
-        rows = limits.max_num_seqs
-        scores = self.model.scores(hidden[:1].expand(rows, -1).contiguous())
-        logits = wide(scores)
-        for given in (scores, logits):
+        self._edited.copy_(self.model.scores(hidden[:1].expand(limits.max_num_seqs, -1).contiguous(), self._scores))
+        for given in (self._scores, self._edited):
             self._draw(given)
             self._draw(given, cuts=True)
-        self.sampler.rehearse(logits)
+        self.sampler.rehearse(self._edited)
 
 
 class CudaPending:
@@ -423,7 +443,7 @@ class CudaPending:
         return self._result
 
 
-def _fitting(sizes: dict[int, Whole] | dict[int, Pieces], count: int) -> int | None:
+def _fitting(sizes: Iterable[int], count: int) -> int | None:
     """The smallest graph for so many."""
     return min((size for size in sizes if size >= count), default=None)
 

@@ -20,20 +20,19 @@ LAUNCHING = 1 << 37  # tokens times parameters of a layer that take the device a
 
 
 class Whole:
-    """A whole step, or what comes behind one."""
+    """A whole step, or what comes behind one. Its results lie where it always puts them."""
 
-    def __init__(self, step: Callable[[], Tensor], pool: Any) -> None:
+    def __init__(self, step: Callable[[], None], pool: Any) -> None:
         # Not through torch.cuda.graph, which collects garbage each time: with many graphs that takes seconds.
         warm_up(step)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(_side()):
             self._graph.capture_begin(pool=pool)
-            self.result = step()  # always at the same place
+            step()
             self._graph.capture_end()
 
-    def replay(self) -> Tensor:
+    def replay(self) -> None:
         self._graph.replay()
-        return self.result
 
 
 class Pieces:
@@ -90,6 +89,11 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     parts = ((1, 2, 1), (2, 4, 2), (4, 8, 4), (8, 64, 8), (64, 256, 16), (256, 1 << 20, 64))
     ladder = _ladder(*parts, most=max_num_seqs)
     return sorted({*ladder, max_num_seqs})
+
+
+def draw_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of rows to capture the drawing of tokens for: far apart, since a row that is nobody's costs nothing."""
+    return sorted({*(1 << power for power in range(max_num_seqs.bit_length())), max_num_seqs})
 
 
 def mixed_sizes(max_num_batched_tokens: int, layer_parameters: int) -> list[int]:

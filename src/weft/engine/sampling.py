@@ -38,7 +38,7 @@ class Sampler:
         self.min_position = np.zeros(slots, np.int64)  # before this position the slot's stop ids are banned
         self._biased = np.zeros(slots, np.bool_)
         self._cut = np.zeros(slots, np.bool_)
-        self._edited = np.zeros(slots, np.bool_)  # it is not drawn from the model's own logits
+        self._edited = np.zeros(slots, np.bool_)  # it is never drawn from the model's own logits
         self._biases: dict[int, _TokenValues] = {}
         self._bans: dict[int, _TokenValues] = {}
         self._prompts: dict[int, NDArray[np.int32]] = {}  # of requests that want prompt log probabilities
@@ -73,7 +73,7 @@ class Sampler:
             self._history.close(slot)
         is_cut = self.top_k[slot] > 0 or params.top_p < 1 or params.min_p > 0
         self._cut[slot] = is_cut and self.temperature[slot] > 0  # the likeliest token is always left
-        self._edited[slot] = params.has_penalties or bool(params.logit_bias) or banned or setup.grammar is not None
+        self._edited[slot] = params.has_penalties or bool(params.logit_bias) or setup.grammar is not None
         if setup.grammar is not None:
             ends = setup.stop_ids if params.min_tokens > 0 else ()
             self._masks.open(slot, setup.grammar, setup.output, ends, len(setup.prompt) + params.min_tokens)
@@ -94,9 +94,9 @@ class Sampler:
         """Whether the next token of one of these depends on its last by a grammar."""
         return bool(self._masks.active[slots].any())
 
-    def edits(self, slots: NDArray[np.int64]) -> bool:
-        """Whether somebody here is not drawn from the model's own logits."""
-        return bool(self._edited[slots].any())
+    def edits(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
+        """Whether somebody's token for its position is not drawn from the model's own logits."""
+        return bool((self._edited[slots] | (positions < self.min_position[slots])).any())
 
     def cuts(self, slots: NDArray[np.int64]) -> bool:
         """Whether somebody here is not drawn from all tokens."""
@@ -161,17 +161,22 @@ class Sampler:
         most = max(1, PIECE // self.vocab_size)
         return [slice(begin, min(begin + most, rows)) for begin in range(0, rows, most)]
 
-    def edit(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
+    def edit(
+        self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64], out: Tensor | None = None
+    ) -> Tensor:
         """Bias, bans and penalties, in vLLM's order; then the tokens that a grammar does not allow become -inf. The
-        result is in float32 or wider; logits are not changed.
+        result is in float32 or wider, and in `out`, if there is one; logits are not changed.
         """
         biased = np.flatnonzero(self._biased[slots])
         banned = np.flatnonzero(positions < self.min_position[slots])
         penalised = np.flatnonzero(self._history.row[slots] >= 0)
         masked = np.flatnonzero(self._masks.active[slots])
-        if not (len(biased) or len(banned) or len(penalised) or len(masked)):
+        if out is not None:
+            logits = out.copy_(logits)
+        elif not (len(biased) or len(banned) or len(penalised) or len(masked)):
             return wide(logits)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        else:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         for rows, values in ((biased, self._biases), (banned, self._bans)):
             if len(rows):
                 _add(logits, rows, [values[slot] for slot in slots[rows].tolist()])

@@ -2,7 +2,8 @@
 
 A row's token is the inverse of its cumulative distribution at one uniform number, a hash of its seed and its position.
 The vocabulary is read in tiles: one kernel sums each tile up, the other finds the tile and then the token in it. A row
-never sees another. Only imported where there is a GPU.
+never sees another, and its token does not depend on what others ask for: sums are of whole numbers, the same in
+whatever order a kernel adds them. Only imported where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -13,7 +14,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from weft.kernels.truncate import ROUNDS, Border, Cuts, mass_of, power_of, rank_of, truncate
+from weft.kernels.truncate import ROUNDS, Border, Cuts, mass_of, power_of, rank_of, truncate, units_of
 
 TILE = 2048  # logits; the second kernel reads one such tile a row again
 
@@ -42,9 +43,9 @@ def draw(
     if not rows:
         return
     tiles = triton.cdiv(vocab, TILE)
-    # Not in one: for another alignment of the second, both kernels would be compiled anew.
-    highest, sums = (torch.empty((rows, tiles), dtype=torch.float32, device=logits.device) for _ in range(2))
-    tops = torch.empty((rows, tiles), dtype=torch.int32, device=logits.device)
+    # Not in one: for another alignment of the others, both kernels would be compiled anew.
+    kinds = (torch.float32, torch.int64, torch.int32)
+    highest, sums, tops = (torch.empty((rows, tiles), dtype=kind, device=logits.device) for kind in kinds)
     _summarise[(tiles, rows)](logits, temperature, highest, sums, tops, vocab, logits.stride(0), TILE=TILE, num_warps=4)
     border = Border(tops, tops, sums, tops)  # of which only the sums are read
     if cuts is not None:
@@ -90,17 +91,25 @@ def _uniform(low, high, position):
 
 @triton.jit
 def _summarise(logits, temperature, highest, sums, tops, vocab, stride, TILE: tl.constexpr):
-    """Of one tile of one row: the highest logit, the first place that has it, and the sum of the powers."""
+    """Of one tile of one row: the highest logit, the first place that has it, and the sum of the units."""
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     tokens = tile * TILE + tl.arange(0, TILE)
     values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
     top = tl.max(values, 0)
-    total = tl.sum(power_of(values, top, tl.load(temperature + row)), 0)
+    total = tl.sum(units_of(values, top, tl.load(temperature + row)), 0)
     at = row * tl.num_programs(0) + tile
     tl.store(highest + at, top)
     tl.store(sums + at, total)
     tl.store(tops + at, tl.min(tl.where(values == top, tokens, vocab), 0))
+
+
+@triton.jit
+def _first_beyond(mass, cumulative, target, places, END):
+    """The first place whose cumulative mass exceeds the target. Where rounding leaves none, the last with any mass."""
+    some = mass > 0
+    found = tl.min(tl.where(some & (cumulative > target), places, END), 0)
+    return tl.where(found < END, found, tl.max(tl.where(some, places, 0), 0))
 
 
 @triton.jit
@@ -128,7 +137,7 @@ def _select(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One row's token. Masses are added in float64: in float32 the borders between tokens would shift."""
+    """One row's token. Masses of tiles are added in float64: in float32 the borders between tokens would shift."""
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + row)
     each = tl.arange(0, TILES)
@@ -138,9 +147,8 @@ def _select(
     first = tl.load(tops + at, mask=each < tiles, other=vocab)
     greedy = tl.min(tl.where(heights == top, first, vocab), 0)
 
-    # The tile: the first whose cumulative mass exceeds the target. Where rounding leaves none, the last with any mass.
     factors = power_of(heights, top, heat).to(tl.float64)
-    mass = factors * tl.load(sums + at, mask=each < tiles, other=0.0).to(tl.float64)
+    mass = factors * tl.load(sums + at, mask=each < tiles, other=0).to(tl.float64)
     if CUT:
         least = tl.load(border + row)
         there = tl.load(equal + at, mask=each < tiles, other=0).to(tl.int64)
@@ -150,28 +158,23 @@ def _select(
     cumulative = tl.cumsum(mass, 0)
     uniform = _uniform(tl.load(low + row), tl.load(high + row), tl.load(positions + row) + 1)
     target = uniform * tl.sum(mass, 0)
-    some = mass > 0
-    tile = tl.min(tl.where(some & (cumulative > target), each, TILES), 0)
-    tile = tl.where(tile < TILES, tile, tl.max(tl.where(some, each, 0), 0))
+    tile = _first_beyond(mass, cumulative, target, each, TILES)
     chosen = each == tile
     before = tl.sum(tl.where(chosen, cumulative - mass, 0.0), 0)
     factor = tl.sum(tl.where(chosen, factors, 0.0), 0)
     tile_top = tl.max(tl.where(chosen, heights, float("-inf")), 0)
 
-    # The token in it, in the same way, in the tile's own unit of mass.
+    # The token in it, in the tile's own units.
     tokens = tile * TILE + tl.arange(0, TILE)
     values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-    powers = power_of(values, tile_top, heat)
+    units = units_of(values, tile_top, heat)
     if CUT:
         ranks = tl.where(tokens < vocab, rank_of(values, SHIFT), -2147483648)
         is_tie = (ranks == least).to(tl.int64)
         is_taken = (is_tie > 0) & (tl.cumsum(is_tie, 0) <= tl.sum(tl.where(chosen, taken, 0), 0))
-        powers = tl.where((ranks > least) | is_taken, powers, 0.0)
+        units = tl.where((ranks > least) | is_taken, units, 0)
     target = (target - before) / tl.where(factor > 0, factor, 1.0)
-    possible = powers > 0
-    beyond = possible & (tl.cumsum(powers.to(tl.float64), 0) > target)
-    drawn = tl.min(tl.where(beyond, tokens, vocab), 0)
-    drawn = tl.where(drawn < vocab, drawn, tl.max(tl.where(possible, tokens, 0), 0))
+    drawn = _first_beyond(units, tl.cumsum(units, 0).to(tl.float64), target, tokens, vocab)
 
     token = tl.where(heat > 0, drawn, greedy)
     token = tl.minimum(token, vocab - 1)  # only a row of NaN comes here with more

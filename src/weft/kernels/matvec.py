@@ -163,26 +163,32 @@ def configure(rows: int, m: int, k: int, dtype: torch.dtype, *, gated: bool = Fa
     return tuned or candidates(rows, m, k, dtype, gated=gated)[0]
 
 
-def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: Config | None = None) -> Tensor:
-    """x [N, K] times weight [M, K] transposed, plus bias [M]; N <= MAX_ROWS.
+def matvec(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None, config: Config | None = None
+) -> Tensor:
+    """x [N, K] times weight [M, K] transposed, plus bias [M]; N <= MAX_ROWS. Into `out`, if there is one.
 
     Weights are read before the kernel's predecessor on the stream has ended (see `fused.PDL`), so it must not write
     them. One call at a time on a device: calls share the counters behind the partial sums.
     """
-    return _launch(x, weight, bias, weight.shape[0], False, config)
+    return _launch(x, weight, bias, out, False, config)
 
 
 def matvec_silu(x: Tensor, gate_up: Tensor, *, config: Config | None = None) -> Tensor:
     """silu(gate) * up [N, inner], where x [N, K] times gate_up [2 * inner, K] transposed is gates, then ups."""
-    return _launch(x, gate_up, None, gate_up.shape[0] // 2, True, config)
+    return _launch(x, gate_up, None, None, True, config)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, m: int, gated: bool, config: Config | None) -> Tensor:
-    rows, k = x.shape
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, gated: bool, config: Config | None
+) -> Tensor:
+    (rows, k), m = x.shape, len(weight) // (1 + gated)
     assert rows <= MAX_ROWS
     assert x.stride(1) == weight.stride(1) == 1
     assert weight.shape[1] == k
-    out = torch.empty((rows, m), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, m), dtype=x.dtype, device=x.device) if out is None else out
+    assert out.shape == (rows, m)
+    assert out.is_contiguous()
     if not rows:
         return out
     config = config or configure(rows, m, k, weight.dtype, gated=gated)

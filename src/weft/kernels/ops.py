@@ -48,6 +48,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def linear_into(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The same, to a place that is already there."""
+    if _is_read_once(x, len(weight)):
+        from weft.kernels import matvec
+
+        return matvec.matvec(x, weight, out=out)
+    return torch.mm(x, weight.t(), out=out)
+
+
 def _is_read_once(x: Tensor, outputs: int, *, gated: bool = False) -> bool:
     """Whether our kernel is to be taken: for few rows always, for some more where it was measured to be faster."""
     if x.dtype not in (torch.bfloat16, torch.float16) or not _has_kernels(x):

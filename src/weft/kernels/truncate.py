@@ -3,9 +3,9 @@
 What is kept of a row are the logits above a border, and of those at the border so many, the lowest tokens first. The
 border is searched for among the ranks of all numbers that a logit can be. Each round divides the interval where it may
 be by WAYS, with all tiles of all rows at once: for top_k by how many logits lie above each pivot, for top_p by how much
-probability. Both are added up as whole numbers, so that no result depends on the order of the programs. Tiles without a
-logit in the interval are not read, and it begins narrow: of what a model writes, most rounds read next to nothing. Only
-imported where there is a GPU.
+probability. Both are added up as whole numbers, so that no result depends on the order in which that is done, which is
+another for other types of logits and other kernels. Tiles without a logit in the interval are not read, and it begins
+narrow: of what a model writes, most rounds read next to nothing. Only imported where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -17,7 +17,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 WAYS = 16
-UNIT = tl.constexpr(float(1 << 40))  # of probability, where the most likely token has 1: sums of 2^22 fit into an int64
+UNIT = tl.constexpr(float(1 << 40))  # of probability, which the most likely token has: sums of 2^22 fit into an int64
 EVERYTHING = tl.constexpr(1 << 62)  # more probability than a row can have, in units
 SLACK = tl.constexpr(1 - 1e-6)  # of top_p, which float32 may have rounded up: 0.2 of five equal tokens is one of them
 # By type: how many bits of float32 it does not have, which ranks leave out, and the rounds until one rank is left.
@@ -41,7 +41,7 @@ class Border(NamedTuple):
 
     rank: Tensor  # [N] int32: what ranks higher is kept
     ties: Tensor  # [N] int64: and so many of those with this rank, the lowest tokens first
-    sums: Tensor  # [N, tiles] float32: the powers of a tile's logits above it, in the tile's own unit
+    sums: Tensor  # [N, tiles] int64: the units of a tile's logits above it, of which its highest has UNIT
     equal: Tensor  # [N, tiles] int32: how many of a tile have this rank
 
 
@@ -49,7 +49,7 @@ def truncate(
     logits: Tensor,  # [N, V]
     temperature: Tensor,  # [N] float32; 0 counts as 1
     highest: Tensor,  # [N, tiles] float32: the highest logit of each tile
-    sums: Tensor,  # [N, tiles] float32: the powers of a tile's logits, in the tile's own unit
+    sums: Tensor,  # [N, tiles] int64: the units of a tile's logits, of which its highest has UNIT
     cuts: Cuts,
     tile: int,  # logits in one
 ) -> Border:
@@ -67,15 +67,16 @@ def truncate(
     found = Border(
         torch.empty(rows, dtype=torch.int32, device=device),
         torch.empty(rows, dtype=torch.int64, device=device),
-        torch.empty_like(highest),
+        torch.empty_like(sums),
         torch.empty((rows, tiles), dtype=torch.int32, device=device),
     )
-    given = (logits, temperature, highest, *cuts)
-    sizes = {"SHIFT": shift, "TILES": max(2, triton.next_power_of_2(tiles)), "num_warps": WARPS}
+    given = (logits, temperature, highest)
+    sizes = {"SHIFT": shift, "num_warps": WARPS}
     reading = {"TILE": tile, "WAYS": WAYS, **sizes}
+    every = {"TILES": max(2, triton.next_power_of_2(tiles))}
     layout = (vocab, logits.stride(0), tiles)
     grid = (min(tiles, triton.cdiv(PROGRAMS, rows)), rows)
-    _begin[(rows,)](temperature, highest, sums, *cuts, counting, targets, vocab, tiles, **sizes)
+    _begin[(rows,)](temperature, highest, sums, *cuts, counting, targets, vocab, tiles, **sizes, **every)
     for number in range(rounds):
         before = max(0, number - 1)
         states = (counting[before], counts[before], counting[number], counts[number])
@@ -83,8 +84,8 @@ def truncate(
     for number in range(rounds):
         before = max(0, number - 1)
         states = (weighing[before], masses[before], weighing[number], masses[number])
-        _weigh[grid](*given, counting[-1], counts[-1], targets, *states, *layout, number, **reading)
-    _measure[grid](*given, weighing[-1], masses[-1], *found, *layout, **reading)
+        _weigh[grid](*given, *cuts, counting[-1], counts[-1], targets, *states, *layout, number, **reading, **every)
+    _measure[grid](*given, cuts.top_p, cuts.floor, weighing[-1], masses[-1], *found, *layout, **reading, **every)
     return found
 
 
@@ -112,10 +113,19 @@ def power_of(logits, highest, temperature):
 
 
 @triton.jit
+def units_of(logits, highest, temperature):
+    """int64, and so a sum of them is the same in whatever order they are added."""
+    return (power_of(logits, highest, temperature) * UNIT).to(tl.int64)
+
+
+@triton.jit
 def mass_of(ties, rank, top, heat, SHIFT: tl.constexpr):
-    """Of so many logits of one rank, as float64; a rank below that of -inf, which nothing has, stands for no number."""
-    power = power_of(logit_of(rank, SHIFT), top, heat).to(tl.float64)
-    return tl.where(power == power, ties * power, 0.0)
+    """In units, of so many logits of one rank, as float64: they may be more than fit into an int64. A rank below that
+    of -inf, which nothing has, stands for no number."""
+    logit = logit_of(rank, SHIFT)
+    is_number = logit == logit
+    units = units_of(tl.where(is_number, logit, float("-inf")), top, heat)
+    return tl.where(is_number, ties * units.to(tl.float64), 0.0)
 
 
 @triton.jit
@@ -182,10 +192,26 @@ def _begin(
     tl.store(at + 1, tl.where(most > vocab, lowest - 1, rank_of(top, SHIFT).to(tl.int64)))
     tl.store(at + 2, tl.where(is_bound, most, 0))
     tl.store(at + 3, most * 0)
-    powers = power_of(heights, top, heat).to(tl.float64)
-    left = tl.sum(powers * tl.load(sums + row * tiles + each, mask=exists, other=0.0).to(tl.float64), 0) * UNIT
+    factors = power_of(heights, top, heat).to(tl.float64)
+    left = tl.sum(factors * tl.load(sums + row * tiles + each, mask=exists, other=0).to(tl.float64), 0)
     is_whole = (most > vocab) & (tl.load(floor + row) == float("-inf"))
     tl.store(targets + row, tl.where(is_whole, _target_of(left, _share_of(top_p, row)), -1))
+
+
+@triton.jit
+def _narrow(low, high, found, enough, WAYS: tl.constexpr):
+    """The part of an interval of ranks that the border is in, by what was found above each pivot: above those before it
+    there is enough, above it not. Gives the pivot's number, and the part."""
+    each = tl.arange(0, WAYS)
+    step = (high - low + WAYS - 1) // WAYS
+    is_pivot = (low + (each + 1) * step < high) & (each < WAYS - 1)
+    number = tl.sum((is_pivot & (found >= enough)).to(tl.int64), 0)
+    return number, low + number * step, tl.minimum(low + (number + 1) * step, high)
+
+
+@triton.jit
+def _at(found, number, WAYS: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, WAYS) == number, found, 0), 0)
 
 
 @triton.jit
@@ -195,14 +221,11 @@ def _counted(counting, counts, top_k, row, WAYS: tl.constexpr):
     """
     at = counting + row * COUNTING
     low, high, below, count = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    each = tl.arange(0, WAYS)
-    found = tl.load(counts + row * WAYS + each)
-    step = (high - low + WAYS - 1) // WAYS
-    is_pivot = (low + (each + 1) * step < high) & (each < WAYS - 1)
-    short = tl.sum((is_pivot & (found >= tl.load(top_k + row))).to(tl.int64), 0)
-    below = tl.where(short > 0, tl.sum(tl.where(each == short - 1, found, 0), 0), below)
-    count = tl.where(low + (short + 1) * step < high, tl.sum(tl.where(each == short, found, 0), 0), count)
-    return low + short * step, tl.minimum(low + (short + 1) * step, high), below, count
+    found = tl.load(counts + row * WAYS + tl.arange(0, WAYS))
+    number, new_low, new_high = _narrow(low, high, found, tl.load(top_k + row), WAYS)
+    below = tl.where(number > 0, _at(found, number - 1, WAYS), below)
+    count = tl.where(new_high < high, _at(found, number, WAYS), count)
+    return new_low, new_high, below, count
 
 
 @triton.jit
@@ -214,17 +237,14 @@ def _weighed(weighing, masses, top_p, row, top, heat, SHIFT: tl.constexpr, WAYS:
     at = weighing + row * WEIGHING
     low, high, mass = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     target, border, ties = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
-    each = tl.arange(0, WAYS)
-    found = tl.load(masses + row * WAYS + each)
+    found = tl.load(masses + row * WAYS + tl.arange(0, WAYS))
     if target < 0:  # the first round has weighed what top_k leaves
-        left = tl.sum(tl.where(each == WAYS - 1, found, 0), 0).to(tl.float64)
-        left += mass_of(ties, border.to(tl.int32), top, heat, SHIFT) * UNIT
+        left = _at(found, WAYS - 1, WAYS).to(tl.float64)
+        left += mass_of(ties, border.to(tl.int32), top, heat, SHIFT)
         target = _target_of(left, _share_of(top_p, row))
-    step = (high - low + WAYS - 1) // WAYS
-    is_pivot = (low + (each + 1) * step < high) & (each < WAYS - 1)
-    short = tl.sum((is_pivot & (found >= target)).to(tl.int64), 0)
-    mass = tl.where(low + (short + 1) * step < high, tl.sum(tl.where(each == short, found, 0), 0), mass)
-    return low + short * step, tl.minimum(low + (short + 1) * step, high), mass, target, border, ties
+    number, new_low, new_high = _narrow(low, high, found, target, WAYS)
+    mass = tl.where(new_high < high, _at(found, number, WAYS), mass)
+    return new_low, new_high, mass, target, border, ties
 
 
 @triton.jit
@@ -264,7 +284,6 @@ def _count(
     number,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
-    TILES: tl.constexpr,
     WAYS: tl.constexpr,
 ):
     """One round of some tiles of one row: how many logits are above each pivot."""
@@ -350,19 +369,14 @@ def _weigh(
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             if rank_of(tl.load(highest + row * tiles + tile), SHIFT) > lowest_of_all:
                 values, ranks = _ranks(logits, row, tile, vocab, stride, SHIFT, TILE)
-                powers = power_of(values, top, heat)
+                units = units_of(values, top, heat)
                 for pivot in range(pivots):
                     over = ranks > tl.minimum(low + (pivot + 1) * step, high).to(tl.int32)
-                    found += tl.where(each == pivot, _units(over, powers), 0)
+                    found += tl.where(each == pivot, tl.sum(tl.where(over, units, 0), 0), 0)
                 if target < 0:
-                    found += tl.where(each == WAYS - 1, _units(ranks > border.to(tl.int32), powers), 0)
+                    over = ranks > border.to(tl.int32)
+                    found += tl.where(each == WAYS - 1, tl.sum(tl.where(over, units, 0), 0), 0)
         tl.atomic_add(masses + row * WAYS + each, found, mask=found > 0)
-
-
-@triton.jit
-def _units(over, powers):
-    """Rounded for each tile, so that it does not matter which tiles a program adds up."""
-    return (tl.sum(tl.where(over, powers, 0.0), 0).to(tl.float64) * UNIT).to(tl.int64)
 
 
 @triton.jit
@@ -370,7 +384,6 @@ def _measure(
     logits,
     temperature,
     highest,
-    top_k,
     top_p,
     floor,
     weighing,
@@ -393,7 +406,7 @@ def _measure(
     top = _top_of(highest, row, tiles, TILES)
     lowest = _lowest_of(floor, row, top, heat, SHIFT)
     _, found, mass, target, border, most = _weighed(weighing, masses, top_p, row, top, heat, SHIFT, WAYS)
-    each = mass_of(1, found.to(tl.int32), top, heat, SHIFT) * UNIT
+    each = mass_of(1, found.to(tl.int32), top, heat, SHIFT)
     wanted = tl.ceil((target - mass).to(tl.float64) / tl.where(each > 0, each, 1.0))
     wanted = tl.where(each > 0, tl.minimum(wanted, vocab * 1.0), vocab * 1.0).to(tl.int64)
     wanted = tl.where(found == border, tl.minimum(wanted, most), wanted)
@@ -405,9 +418,9 @@ def _measure(
         at = row * tiles + tile
         own = tl.load(highest + at)
         if rank_of(own, SHIFT) < found:
-            tl.store(kept + at, 0.0)
+            tl.store(kept + at, 0)
             tl.store(equal + at, 0)
         else:
             values, ranks = _ranks(logits, row, tile, vocab, stride, SHIFT, TILE)
-            tl.store(kept + at, tl.sum(tl.where(ranks > found, power_of(values, own, heat), 0.0), 0))
+            tl.store(kept + at, tl.sum(tl.where(ranks > found, units_of(values, own, heat), 0), 0))
             tl.store(equal + at, tl.sum((ranks == found).to(tl.int32), 0))

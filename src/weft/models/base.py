@@ -69,12 +69,21 @@ class CausalLM(nn.Module):
         """Scores [N, vocab] of the next token for rows of `forward`'s result, in float32 or wider."""
         return wide(self.scores(hidden))
 
-    def scores(self, hidden: Tensor) -> Tensor:
-        """The same in the model's own type; with a cap, which needs more, in float32."""
+    def scores(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The same in the type of scores; into `out`, if there is one."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        scores = ops.linear(hidden, head.weight)
         cap = self.config.logit_softcap
-        return scores if cap is None else torch.tanh(wide(scores) / cap) * cap
+        if cap is None:
+            weight = head.weight
+            return ops.linear(hidden, weight) if out is None else ops.linear_into(out, hidden, weight)
+        capped = torch.tanh(wide(ops.linear(hidden, head.weight)) / cap) * cap
+        return capped if out is None else out.copy_(capped)
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        """The model's own; with a cap, which needs more, float32 or wider."""
+        wider = torch.promote_types(self.dtype, torch.float32)
+        return self.dtype if self.config.logit_softcap is None else wider
 
     @property
     def dtype(self) -> torch.dtype:
