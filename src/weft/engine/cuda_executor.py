@@ -295,7 +295,11 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def capture(self, *, largest: bool = False, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Captures steps of many sizes, or the `largest` alone; the largest first: the others fit into its memory."""
+        """Captures steps of many sizes, or the `largest` alone; the largest first: the others fit into its memory.
+
+        Decodes last: in graphs that are captured before those of draws or of large steps with prompts, kernels do not
+        overlap as they should (on an H200 gaps of 0.5 us instead of 0.2, and 2.5% of a step of one row of Llama-3-8B).
+        """
         if not self.model.can_be_captured:
             return
         pool, done = torch.cuda.graph_pool_handle(), 0
@@ -303,13 +307,13 @@ class CudaExecutor:
             for size in self._mixed_sizes[::-1][: 1 if largest else None]:
                 self._mixed[size] = self._pieces(size, pool)
                 progress(done := done + 1)
-            for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
-                with self._trial():  # the fetch of the warm-up; that which is captured is not run
-                    self._decodes[size] = Whole(partial(self._decode, size), pool)
-                progress(done := done + 1)
             for size in draw_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
                 places = (self._scores[:size], self._edited[:size])
                 self._draws[size] = Draws(*(Whole(partial(self._draw, place, cuts=True), pool) for place in places))
+                progress(done := done + 1)
+            for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
+                with self._trial():  # the fetch of the warm-up; that which is captured is not run
+                    self._decodes[size] = Whole(partial(self._decode, size), pool)
                 progress(done := done + 1)
         torch.cuda.synchronize(self.device)
 
