@@ -55,9 +55,14 @@ def test_the_command_prints_and_writes(
     assert (data["prompts"], data["input_tokens"], data["output_tokens"], data["steps"]) == (2, 70, 14, 9)
     assert data["dtype"] == "float32"
     assert 0 < data["ready_s"] < data["startup_s"]
+    parts = data["startup_parts_s"]
+    assert list(parts) == ["imports", "weights", "KV cache"]
+    assert min(parts.values()) >= 0
+    assert sum(parts.values()) <= data["ready_s"]
     assert min(data["output_tokens_per_s"], data["total_tokens_per_s"], data["seconds"], data["copy_tb_per_s"]) > 0
     out = capsys.readouterr().out
     assert "first token after" in out
+    assert "(imports " in out
     assert "tokens/s" in out
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,7 @@ class Subject:
     config: "ModelConfig"
     device: "torch.device"
     dtype: "torch.dtype"
+    parts: dict[str, float]  # how long each part of building the engine took; the first began with the process
     ready: float  # the engine was built
     first_token: float  # it had sampled its first token
 
@@ -91,14 +92,19 @@ class Subject:
 @contextmanager
 def subject(shape: str, options: EngineOptions) -> Iterator[Subject]:
     """The engine of a shape, ready and warm, for as long as the block lasts."""
-    with shape_directory(shape, options.load_format) as path, closing_engine(options, path) as engine:
+    parts: dict[str, float] = {}
+
+    def note(part: str) -> None:
+        parts[part] = process_seconds() - sum(parts.values())
+
+    with shape_directory(shape, options.load_format) as path, closing_engine(options, path, note) as engine:
         ready = process_seconds()
         first_token = _warm_up(engine)
         from weft.models import load_config, resolve_dtype
 
         config, device = load_config(path), chosen_device(options.device)
         dtype = resolve_dtype(options.dtype, config, device)
-        yield Subject(shape, engine, config, device, dtype, ready, first_token)
+        yield Subject(shape, engine, config, device, dtype, parts, ready, first_token)
 
 
 @contextmanager
@@ -120,8 +126,10 @@ def shape_directory(shape: str, load_format: str = "dummy") -> Iterator[Path]:
 
 
 @contextmanager
-def closing_engine(options: EngineOptions, path: Path) -> Iterator[Engine]:
-    engine = build_engine(options, path)
+def closing_engine(
+    options: EngineOptions, path: Path, done: Callable[[str], None] = lambda part: None
+) -> Iterator[Engine]:
+    engine = build_engine(options, path, done=done)
     settle()
     try:
         yield engine

@@ -65,9 +65,10 @@ def device_kind(name: str) -> str:
 
 
 def print_subject(subject: Subject) -> None:
+    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in subject.parts.items())
     print(
         f"{subject.shape}, {subject.dtype_name}, {subject.device_name}\n"
-        f"start-up: ready after {subject.ready:.1f} s, first token after {subject.first_token:.1f} s",
+        f"start-up: first token after {subject.first_token:.1f} s ({parts})",
         flush=True,
     )
 
@@ -78,6 +79,7 @@ def described(subject: Subject) -> dict[str, Any]:
         "shape": subject.shape,
         "device": subject.device_name,
         "dtype": subject.dtype_name,
+        "startup_parts_s": subject.parts,
         "ready_s": subject.ready,
         "startup_s": subject.first_token,
     }

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,10 +32,16 @@ AUTO_GAP, AUTO_STEPS = 0.05, 2.0  # seconds, and decode steps: the larger is the
 LEAST_GAP = 1.5  # decode steps; with less there would be no room for any prefill
 
 
-def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = ()) -> Engine:
+def build_engine(
+    options: EngineOptions,
+    path: Path,
+    eos_ids: tuple[int, ...] = (),
+    done: Callable[[str], None] = lambda part: None,
+) -> Engine:
     """Loads the model in `path` and sizes its KV cache. `eos_ids` end a text beside those that the config names.
 
     Where promises are asked for and the device has not been measured with this model, that takes a few seconds more.
+    `done` is told of each part of the work.
     """
     prepare_cpu()
     import torch
@@ -42,6 +49,7 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
     from weft.engine.calibration import device_name
     from weft.models import load_config, load_model, resolve_dtype
 
+    done("imports")
     config = load_config(path)
     device = _device(options.device)
     dtype = resolve_dtype(options.dtype, config, device)
@@ -54,8 +62,9 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
         gc.collect()
         torch.cuda.empty_cache()
     model = load_model(path, config, dtype=dtype, device=device, max_model_len=longest, load_format=options.load_format)
+    done("weights")
     build = _on_gpu if device.type == "cuda" else _on_cpu
-    executor, num_blocks, lumps = build(options, model, longest, device)
+    executor, num_blocks, lumps = build(options, model, longest, device, done)
     max_model_len = _fit_context(options, longest, num_blocks)
     promises = None
     if options.makes_promises:
@@ -70,6 +79,7 @@ def build_engine(options: EngineOptions, path: Path, eos_ids: tuple[int, ...] = 
         measuring = {**limits, "num_blocks": num_blocks, "vocab_size": config.vocab_size, "device": name}
         measuring |= {"ahead": device.type == "cuda", **lumps._asdict()}
         promises = _promises(options, _calibration(file, executor, measuring))
+        done("calibration")
     scheduler = Scheduler(
         policy=_policy(options, promises),
         num_blocks=num_blocks,
@@ -106,7 +116,9 @@ class _Built(NamedTuple):
     lumps: Lumps
 
 
-def _on_cpu(options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device") -> _Built:
+def _on_cpu(
+    options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device", done: Callable[[str], None]
+) -> _Built:
     from weft.engine.torch_executor import TorchExecutor
 
     memory = options.kv_cache_memory_bytes or min(_available_memory() // 4, 8 << 30)  # shared with everything else
@@ -119,10 +131,13 @@ def _on_cpu(options: EngineOptions, model: "CausalLM", longest: int, device: "to
         vocab_size=model.config.vocab_size,
         device=device,
     )
+    done("KV cache")
     return _Built(executor, num_blocks, executor.lumps)
 
 
-def _on_gpu(options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device") -> _Built:
+def _on_gpu(
+    options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device", done: Callable[[str], None]
+) -> _Built:
     """The largest steps are run, and the largest graph is captured, before the KV cache takes what is left:
     so memory cannot run out later.
     """
@@ -139,6 +154,7 @@ def _on_gpu(options: EngineOptions, model: "CausalLM", longest: int, device: "to
     executor = CudaExecutor(model, _pool(options, model, 1, device), limits, device=device)
     executor.rehearse()
     executor.capture(largest=True)
+    done("largest steps")
     memory = options.kv_cache_memory_bytes
     if memory is None:
         free, total = torch.cuda.mem_get_info(device)
@@ -146,8 +162,10 @@ def _on_gpu(options: EngineOptions, model: "CausalLM", longest: int, device: "to
     num_blocks = _num_blocks(options, model, memory) - 1  # the last is nobody's: what pads a graph may be written there
     _fit_context(options, longest, num_blocks)
     executor.use(_pool(options, model, num_blocks + 1, device))
+    done("KV cache")
     with work_progress("capturing graphs", executor.num_graphs, sys.stderr.isatty()) as advance:
         executor.capture(progress=advance)
+    done("graphs")
     return _Built(executor, num_blocks, executor.lumps)
 
 
