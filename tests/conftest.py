@@ -1,4 +1,5 @@
-"""Settings for all tests: one thread for tensor operations, which are tiny here, and a CPU that does not lie."""
+"""Settings for all tests: one thread for tensor operations, which are tiny here, a CPU that does not lie, and kernels
+in Triton's interpreter where there is no GPU."""
 
 import os
 import signal
@@ -7,5 +8,10 @@ from weft.engine.cpu import prepare_cpu
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 prepare_cpu()
+
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # now: Triton looks while it is imported, which others do as well
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it for what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests start shall hear of Ctrl-C

@@ -7,12 +7,17 @@ from weft.engine.graphs import decode_sizes, draw_sizes, mixed_sizes
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 200, 256, 1000])
 def test_there_is_a_graph_for_any_number_of_rows(most: int) -> None:
-    for sizes, waste in ((decode_sizes(most), 16), (draw_sizes(most), most // 2)):
+    for sizes in (decode_sizes(most), draw_sizes(most)):
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == most
         for rows in range(1, most + 1):
-            size = min(size for size in sizes if size >= rows)
-            assert size - rows < max(2, rows, waste) or size == most
+            assert min(size for size in sizes if size >= rows) < 2 * rows or rows == 1
+
+
+def test_sizes_are_closer_together_where_a_row_more_costs_most() -> None:
+    assert draw_sizes(200) == [1, 2, 4, 8, 16, 32, 64, 128, 200]
+    assert decode_sizes(300)[:6] == [1, 2, 4, 8, 16, 24]
+    assert decode_sizes(300)[-3:] == [240, 256, 300]
 
 
 @pytest.mark.parametrize("most", [1, 24, 128, 2048, 16384])

@@ -1,4 +1,4 @@
-"""For all tests of kernels: the number types, and the interpreter where there is no GPU."""
+"""For all tests of kernels: the number types, and the same random numbers each time."""
 
 import pytest
 import torch
@@ -12,8 +12,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some parts of Triton are imported only when a kernel runs, and look again."""
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+def _seed() -> None:
     torch.manual_seed(0)

@@ -15,6 +15,8 @@ from weft.kernels.truncate import ROUNDS, SLACK, UNIT, Cuts, truncate
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 
+ALL = 2**31 - 1  # top_k that leaves everything
+
 
 def test_draw(dtype: torch.dtype) -> None:
     for vocab in (5, 2048, 5000, 151936) if DEVICE.type == "cuda" else (5, 2048, 5000):
@@ -33,9 +35,39 @@ def test_draw(dtype: torch.dtype) -> None:
         _assert_draws(logits, torch.zeros_like(temperature), uniform)
     hopeless = torch.full((2, 3000), -torch.inf, dtype=dtype, device=DEVICE)
     hopeless[1] = NAN
-    tokens = _draw(hopeless, torch.ones(2, device=DEVICE), _noise(torch.rand(2)))
-    assert int(tokens.min()) >= 0
-    assert int(tokens.max()) < 3000
+    for temperature in (torch.ones(2, device=DEVICE), torch.zeros(2, device=DEVICE)):
+        tokens = _draw(hopeless, temperature, _noise(torch.rand(2)))
+        assert int(tokens.min()) >= 0
+        assert int(tokens.max()) < 3000
+
+
+def test_a_number_on_a_border_belongs_to_the_token_behind_it(dtype: torch.dtype) -> None:
+    tokens = [1, 2, 2047, 2048, 2049, 4095]
+    logits = torch.zeros((len(tokens), 4096), dtype=dtype, device=DEVICE)
+    uniform = torch.tensor(tokens, dtype=torch.float64) / 4096
+    assert _draw(logits, torch.ones(len(tokens), device=DEVICE), _noise(uniform)).tolist() == tokens
+
+
+def test_where_rounding_leaves_nobody_the_last_that_can_be_is_drawn() -> None:
+    """Of the tie that is kept, the row's units and those of its tile say something different. Here are rows where the
+    highest uniform number lies between the two."""
+    generator = np.random.default_rng(0)
+    second = generator.uniform(-0.2, 0, 4000).astype(np.float32)
+    tie = generator.uniform(-0.5, -0.2, 4000).astype(np.float32)
+    factor, power, in_tile = np.exp(second), np.exp(tie), np.exp(tie - second)
+    highest = 1 - 2.0**-32
+    target = (highest * (1 + factor.astype(np.float64) + power) - 1) / factor
+    chosen = np.flatnonzero(target > 1 + in_tile.astype(np.float64) + 1e-9)[:6]
+    rows = len(chosen)
+    assert rows == 6
+    logits = torch.full((rows, 4096), -torch.inf, device=DEVICE)
+    logits[:, 7] = 0.0
+    logits[:, 2048] = torch.from_numpy(second[chosen]).to(DEVICE)
+    logits[:, 2049] = logits[:, 2060] = torch.from_numpy(tie[chosen]).to(DEVICE)
+    everything = (torch.full((rows,), value, device=DEVICE) for value in (2.0, -torch.inf))
+    cuts = Cuts(torch.full((rows,), 3, dtype=torch.int32, device=DEVICE), *everything)
+    noise = _noise(torch.full((rows,), highest, dtype=torch.float64))
+    assert _draw(logits, torch.ones(rows, device=DEVICE), noise, cuts).tolist() == [2049] * rows
 
 
 @pytest.mark.parametrize("step", [0.0, 0.5])  # between logits: with 0.5 most have the same as many others
@@ -95,11 +127,10 @@ def test_who_asks_for_nothing_gets_what_it_would_get_alone(dtype: torch.dtype) -
         assert torch.equal(alone, _draw(logits.float(), temperature, noise, cuts))
 
 
-@pytest.mark.parametrize("vocab", [37, 300, *([5000] if DEVICE.type == "cuda" else [])])
+@pytest.mark.parametrize("vocab", [37, 5000] if DEVICE.type == "cuda" else [37, 130])
 def test_borders(dtype: torch.dtype, vocab: int) -> None:
-    """Which tokens are kept, and what is told of their tiles, with distributions of many kinds and few logits a tile,
-    so that borders lie in every place of one."""
-    generator, tile, rows = np.random.default_rng(vocab), 64, 1000 if DEVICE.type == "cuda" else 150
+    """Distributions of many kinds, and few logits a tile, so that borders lie in every place of one."""
+    generator, tile, rows = np.random.default_rng(vocab), 32, 1000 if DEVICE.type == "cuda" else 36
     logits = normal(dtype, rows, vocab) * torch.from_numpy(generator.choice([0.1, 1, 3, 20], (rows, 1))).to(DEVICE)
     logits[::3] = (logits[::3] * 2).round() / 2  # many are equal
     logits[::7, vocab // 3 :] = -torch.inf
@@ -107,37 +138,31 @@ def test_borders(dtype: torch.dtype, vocab: int) -> None:
     logits[5], logits[6] = 1.0, -torch.inf
     logits[6, vocab - 3] = -4.0
     logits[8], logits[8, 1] = 0.0, -0.0
-    logits = logits.to(dtype)
-    heat = generator.choice([0.0, 0.3, 1.0, 4.0], rows).astype(np.float32)
-    counts = [1, 2, 3, 5, vocab // tile + 1, vocab - 1, vocab, 2**31 - 1, 2**31 - 1]
-    top_k = generator.choice(counts, rows).astype(np.int32)
-    top_p = generator.choice([2, 2, 1e-9, 0.2, 0.5, 0.9, 0.99, 0.99999], rows).astype(np.float32)
+    heat = generator.choice([0.0, 0.3, 1.0, 4.0], rows)
+    top_k = generator.choice([1, 2, 3, 5, vocab // tile + 1, vocab - 1, vocab, ALL, ALL], rows)
+    top_p = generator.choice([2, 2, 1e-9, 0.2, 0.5, 0.9, 0.99, 0.99999], rows)
     min_p = generator.choice([0, 0, 1e-6, 0.01, 0.3, 1], rows)
-    with np.errstate(divide="ignore"):
-        floor = np.log(min_p).astype(np.float32)
-    tiles = -(-vocab // tile)
-    values = np.full((rows, tiles * tile), -np.inf)
-    values[:, :vocab] = logits.double().cpu().numpy()
-    given = values.reshape(rows, tiles, tile)
-    highest, divisor = given.max(-1), np.where(heat > 0, heat, 1.0)[:, None, None]
-    tops = np.where(highest > -np.inf, highest, 0)[..., None]
-    units = float(UNIT.value) * np.exp((given - tops) / divisor)
-    device = [torch.from_numpy(array).to(DEVICE) for array in (heat, highest, units.astype(np.int64).sum(-1))]
-    cuts = Cuts(*(torch.from_numpy(array).to(DEVICE) for array in (top_k, top_p, floor)))
-    border = truncate(logits, device[0], device[1].float(), device[2], cuts, tile)
-    rank, ties, sums, equal = (field.cpu().numpy() for field in border)
+    _assert_borders(logits.to(dtype), tile, heat, top_k, top_p, min_p)
 
-    bits = (values.astype(np.float32) + np.float32(0)).view(np.int32)
-    ranks = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> ROUNDS[dtype][0]
-    ranks[:, vocab:] = -(2**31)
-    above, at = ranks > rank[:, None], ranks == rank[:, None]
-    kept = above | (at & (np.cumsum(at, 1) <= ties[:, None]))
-    assert (equal == at.reshape(given.shape).sum(-1)).all()
-    expected = np.where(above.reshape(given.shape), units, 0).sum(-1)
-    assert np.allclose(sums, expected, rtol=1e-5, atol=vocab)
-    for row in range(rows):
-        wrong = _wrongly_kept(values[row, :vocab], kept[row, :vocab], heat[row], top_k[row], top_p[row], floor[row])
-        assert not wrong, (row, heat[row], top_k[row], top_p[row], min_p[row], wrong)
+
+def test_borders_in_odd_places(dtype: torch.dtype) -> None:
+    at_each_distance = torch.full((40, 8), -torch.inf, device=DEVICE)  # below the top, with more ties than are kept
+    at_each_distance[:, [0, 4, 5]] = 2 - torch.arange(1, 41, device=DEVICE)[:, None] / 100
+    at_each_distance[:, 3] = 2.0
+    _assert_borders(at_each_distance.to(dtype), 8, 1.0, 2)
+    spread = torch.full((2, 32), -5.0, device=DEVICE)  # each of the highest in a tile of its own
+    spread[:, [0, 9, 17]] = torch.tensor([3.0, 2.0, 1.0], device=DEVICE)
+    _assert_borders(spread.to(dtype), 8, 1.0, np.array([2, 3]))
+    low_tile = torch.full((1, 128), -0.6, device=DEVICE)  # all that top_k leaves out is there
+    low_tile[0, :64] = 0.0
+    low_tile[0, [100, 101]] = -1.0
+    _assert_borders(low_tile.to(dtype), 64, 1.0, 127, 0.9)
+    if dtype != torch.float32:  # the first number below min_p's border, which is none itself
+        least = 3 + float(np.log(0.3))
+        below = torch.tensor([least], dtype=dtype)
+        below = below if float(below) < least else (below.view(torch.int16) - 1).view(dtype)
+        logits = torch.tensor([[3.0, float(below), -9.0, -9.0]], dtype=dtype, device=DEVICE)
+        _assert_borders(logits, 4, 1.0, min_p=0.3)
 
 
 def test_top_p_of_equal_tokens_is_as_exact_as_can_be(dtype: torch.dtype) -> None:
@@ -167,6 +192,48 @@ def test_noise() -> None:
     found = torch.empty(1024, dtype=torch.float64, device=DEVICE)
     hash_rows[(1,)](*halves, torch.from_numpy(positions).int().to(DEVICE), found, N=1024)
     assert found.tolist() == hashed_uniform(seeds, positions).tolist()
+
+
+def _assert_borders(
+    logits: Tensor,
+    tile: int,
+    heat: NDArray[np.float64] | float,
+    top_k: NDArray[np.int64] | int = ALL,
+    top_p: NDArray[np.float64] | float = 2.0,
+    min_p: NDArray[np.float64] | float = 0.0,
+) -> None:
+    """Which tokens are kept, and what is told of their tiles."""
+    rows, vocab = logits.shape
+    tiles = -(-vocab // tile)
+    heat, top_p = (np.broadcast_to(np.asarray(each, np.float32), rows).copy() for each in (heat, top_p))
+    top_k = np.broadcast_to(np.asarray(top_k, np.int32), rows).copy()
+    with np.errstate(divide="ignore"):
+        floor = np.broadcast_to(np.log(np.asarray(min_p)).astype(np.float32), rows).copy()
+    values = np.full((rows, tiles * tile), -np.inf)
+    values[:, :vocab] = logits.double().cpu().numpy()
+    given = values.reshape(rows, tiles, tile)
+    highest, divisor = given.max(-1), np.where(heat > 0, heat, 1.0)[:, None, None]
+    tops = np.where(highest > -np.inf, highest, 0)[..., None]
+    units = float(UNIT.value) * np.exp((given - tops) / divisor)
+    temperature, tile_tops, sums = (
+        torch.from_numpy(array).to(DEVICE)
+        for array in (heat, highest.astype(np.float32), units.astype(np.int64).sum(-1))
+    )
+    cuts = Cuts(*(torch.from_numpy(array).to(DEVICE) for array in (top_k, top_p, floor)))
+    border = truncate(logits, temperature, tile_tops, sums, cuts, tile)
+    rank, ties, kept_sums, equal = (field.cpu().numpy() for field in border)
+
+    bits = (values.astype(np.float32) + np.float32(0)).view(np.int32)
+    ranks = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> ROUNDS[logits.dtype][0]
+    ranks[:, vocab:] = -(2**31)
+    above, at = ranks > rank[:, None], ranks == rank[:, None]
+    kept = above | (at & (np.cumsum(at, 1) <= ties[:, None]))
+    assert (equal == at.reshape(given.shape).sum(-1)).all()
+    expected = np.where(above.reshape(given.shape), units, 0).sum(-1)
+    assert np.allclose(kept_sums, expected, rtol=1e-5, atol=vocab)
+    for row in range(rows):
+        wrong = _wrongly_kept(values[row, :vocab], kept[row, :vocab], heat[row], top_k[row], top_p[row], floor[row])
+        assert not wrong, (row, heat[row], top_k[row], top_p[row], floor[row], wrong)
 
 
 def _wrongly_kept(

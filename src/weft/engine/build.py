@@ -41,7 +41,7 @@ def build_engine(
     """Loads the model in `path` and sizes its KV cache. `eos_ids` end a text beside those that the config names.
 
     Where promises are asked for and the device has not been measured with this model, that takes a few seconds more.
-    `done` is told of each part of the work.
+    `done` is told of each part of the work when it is.
     """
     prepare_cpu()
     import torch

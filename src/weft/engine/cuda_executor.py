@@ -45,7 +45,7 @@ class Limits(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Drawing of tokens for so many rows, some of which are not drawn from all of them: many kernels, one launch."""
+    """Drawing of one token a row, for so many rows, from what their cuts leave: many kernels, one launch."""
 
     scores: Whole  # from the model's own logits
     edited: Whole  # from those that somebody's bias, bans, penalties or grammar have changed
@@ -71,7 +71,7 @@ class CudaExecutor:
         self._blocks = np.zeros((limits.slots, self._columns), np.int32)  # the same, for the host
         self._last_token = torch.zeros(limits.slots, dtype=torch.int32, device=device)
         # Of a step's rows, wherever they were computed; and those that tokens are drawn from where they are changed.
-        self._scores, self._edited = (
+        self._scores, self._edited_scores = (
             torch.empty((limits.max_num_seqs, config.vocab_size), dtype=kind, device=device)
             for kind in (model.score_dtype, torch.float32)
         )
@@ -130,7 +130,7 @@ class CudaExecutor:
             self._mixed.clear()
             self._flashinfer = self._keeping = None
             # The next engine needs their memory, whoever still holds this one.
-            del self.model, self.kv, self._scores, self._edited
+            del self.model, self.kv, self._scores, self._edited_scores
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan, inputs: StepInputs) -> "CudaPending":
@@ -168,13 +168,13 @@ class CudaExecutor:
         return pending
 
     def _choose(self, pending: "CudaPending", plan: StepPlan, *, is_drawn: bool) -> None:
-        """One token a row, which stays on the device, and a copy of it on its way to the host. If they are drawn, then
-        by a graph, each from all tokens and the model's own logits."""
+        """One token a row, which stays on the device, and a copy of it on its way to the host. `is_drawn`: a graph has
+        drawn them already, each from all tokens and the model's own logits."""
         sampler, slots, rows = self.sampler, pending.slots, pending.rows
         scores, positions = self._scores[: len(rows)], plan.first[rows] + plan.count[rows]
         cuts, size = sampler.cuts(slots), _fitting(self._draws, len(rows))
         if sampler.edits(slots, positions):
-            edited = sampler.edit(scores, slots, positions, self._edited[: len(rows)])
+            edited = sampler.edit(scores, slots, positions, self._edited_scores[: len(rows)])
             if size is not None:
                 self._draws[size].edited.replay()
             else:
@@ -308,7 +308,7 @@ class CudaExecutor:
                 self._mixed[size] = self._pieces(size, pool)
                 progress(done := done + 1)
             for size in draw_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
-                places = (self._scores[:size], self._edited[:size])
+                places = (self._scores[:size], self._edited_scores[:size])
                 self._draws[size] = Draws(*(Whole(partial(self._draw, place, cuts=True), pool) for place in places))
                 progress(done := done + 1)
             for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
@@ -325,7 +325,7 @@ class CudaExecutor:
     def _decode(self, rows: int) -> None:
         """A whole step of decodes alone, their tokens drawn. All that it reads lies where it always lies, or on the
         desk's next page."""
-        drawn = min(size for size in draw_sizes(self.limits.max_num_seqs) if size >= rows)
+        drawn = _fitting(draw_sizes(self.limits.max_num_seqs), rows) or rows
         self._desk.fetch(max(most_shares(rows, self._wanted), drawn))
         slots, positions = self._rows.slots[:rows], self._rows.positions[:rows]
         ids = self._last_token.index_select(0, slots.clamp(min=0))
@@ -401,11 +401,13 @@ class CudaExecutor:
         positions = torch.arange(first, first + count, dtype=torch.int32, device=device)
         attention = self._attention(nobody, positions, 0, prefills, keeping=self._keeping)
         hidden = self.model.forward(ids, attention)
-        self._edited.copy_(self.model.scores(hidden[:1].expand(limits.max_num_seqs, -1).contiguous(), self._scores))
-        for given in (self._scores, self._edited):
+        self._edited_scores.copy_(
+            self.model.scores(hidden[:1].expand(limits.max_num_seqs, -1).contiguous(), self._scores)
+        )
+        for given in (self._scores, self._edited_scores):
             self._draw(given)
             self._draw(given, cuts=True)
-        self.sampler.rehearse(self._edited)
+        self.sampler.rehearse(self._edited_scores)
 
 
 class CudaPending:

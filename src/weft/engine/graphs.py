@@ -92,7 +92,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def draw_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of rows to capture the drawing of tokens for: far apart, since a row that is nobody's costs nothing."""
+    """Numbers of rows to capture the drawing of tokens for: far apart, since a row that is nobody's costs little."""
     return sorted({*(1 << power for power in range(max_num_seqs.bit_length())), max_num_seqs})
 
 

@@ -2,8 +2,8 @@
 
 A row's token is the inverse of its cumulative distribution at one uniform number, a hash of its seed and its position.
 The vocabulary is read in tiles: one kernel sums each tile up, the other finds the tile and then the token in it. A row
-never sees another, and its token does not depend on what others ask for: sums are of whole numbers, the same in
-whatever order a kernel adds them. Only imported where there is a GPU.
+never sees another, and its token does not depend on what others ask for: a tile's sums are of whole numbers, the same
+in whatever order a kernel adds them. Only imported where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -43,7 +43,6 @@ def draw(
     if not rows:
         return
     tiles = triton.cdiv(vocab, TILE)
-    # Not in one: for another alignment of the others, both kernels would be compiled anew.
     kinds = (torch.float32, torch.int64, torch.int32)
     highest, sums, tops = (torch.empty((rows, tiles), dtype=kind, device=logits.device) for kind in kinds)
     _summarise[(tiles, rows)](logits, temperature, highest, sums, tops, vocab, logits.stride(0), TILE=TILE, num_warps=4)
@@ -69,6 +68,7 @@ def draw(
         TILE=TILE,
         TILES=max(2, triton.next_power_of_2(tiles)),
         num_warps=4,
+        enable_fp_fusion=False,  # with and without cuts, products and sums would be fused in different places
     )
 
 

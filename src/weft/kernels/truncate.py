@@ -17,8 +17,8 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 WAYS = 16
-UNIT = tl.constexpr(float(1 << 40))  # of probability, which the most likely token has: sums of 2^22 fit into an int64
-EVERYTHING = tl.constexpr(1 << 62)  # more probability than a row can have, in units
+UNIT = tl.constexpr(float(1 << 40))  # so many units of probability has the most likely token: 2^21 fit into an int64
+EVERYTHING = tl.constexpr(1 << 62)  # more units than a row can have
 SLACK = tl.constexpr(1 - 1e-6)  # of top_p, which float32 may have rounded up: 0.2 of five equal tokens is one of them
 # By type: how many bits of float32 it does not have, which ranks leave out, and the rounds until one rank is left.
 ROUNDS = {torch.bfloat16: (16, 4), torch.float16: (13, 5), torch.float32: (0, 8)}
@@ -114,14 +114,14 @@ def power_of(logits, highest, temperature):
 
 @triton.jit
 def units_of(logits, highest, temperature):
-    """int64, and so a sum of them is the same in whatever order they are added."""
+    """`power_of` in units, as int64: a sum of them is the same in whatever order they are added."""
     return (power_of(logits, highest, temperature) * UNIT).to(tl.int64)
 
 
 @triton.jit
 def mass_of(ties, rank, top, heat, SHIFT: tl.constexpr):
-    """In units, of so many logits of one rank, as float64: they may be more than fit into an int64. A rank below that
-    of -inf, which nothing has, stands for no number."""
+    """Units of so many logits of one rank, as float64. A rank below that of -inf, which nothing has, stands for no
+    number."""
     logit = logit_of(rank, SHIFT)
     is_number = logit == logit
     units = units_of(tl.where(is_number, logit, float("-inf")), top, heat)

@@ -1,0 +1,143 @@
+"""The GPU's executor against the CPU's, where there is no GPU: its kernels run in Triton's interpreter, and what stands
+for a captured graph runs its step again. `pytest tests/gpu` does the same, and more, on a GPU."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from tests.kernels.device import DEVICE
+from tests.models import tiny
+from weft import SamplingParams
+from weft.core.slots import Slots
+from weft.engine import cuda_executor, staging
+from weft.kv import KVPool
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu has this for a GPU"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning"),
+]
+
+SEQS, CONTEXT, BUDGET = 5, 64, 16  # of 16 tokens a step: prompts are cut into slices, which share steps with decodes
+LENGTHS = (3, 19, 26, 5)
+
+
+class Moment:
+    """An event that has come to pass, or a stream where everything has."""
+
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: object) -> float:
+        return 1.0
+
+
+class Again:
+    """A graph: as it is captured, the step runs once, to warm up."""
+
+    def __init__(self, step: Callable[[], None], pool: object) -> None:
+        self.replay = step
+        step()
+
+
+class AgainInPieces:
+    def __init__(self, forward: Callable[[Any], Tensor], pool: object) -> None:
+        self.replay = forward
+        forward(lambda heads, q, out: None)
+
+
+@pytest.fixture(autouse=True)
+def _device_of_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pinned(*size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32)
+
+    for module in (staging, cuda_executor):
+        monkeypatch.setattr(module, "pinned", pinned)
+    monkeypatch.setattr(cuda_executor, "Whole", Again)
+    monkeypatch.setattr(cuda_executor, "Pieces", AgainInPieces)
+    monkeypatch.setattr(cuda_executor, "sm_count", lambda device: 3)
+    monkeypatch.setattr(cuda_executor, "draw_sizes", lambda most: [3, most])  # more than some steps have
+    for name, value in {
+        "Event": Moment,
+        "current_stream": lambda device: Moment(),
+        "synchronize": lambda device=None: None,
+        "graph_pool_handle": lambda: (0, 0),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+@contextmanager
+def _engine(path: Path, *, gpu: bool, captured: bool = True) -> Iterator[weft.LLM]:
+    options = {"max_model_len": CONTEXT, "max_num_seqs": SEQS, "max_num_batched_tokens": BUDGET}
+    with weft.LLM(path, device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 20, **options) as llm:
+        if gpu:
+            _replace_executor(llm, captured=captured)
+        yield llm
+
+
+def _tokens(llm: weft.LLM, kinds: list[dict[str, Any]]) -> list[list[int]]:
+    prompts = [tiny.prompt(length, seed).tolist() for seed, length in enumerate(LENGTHS)]
+    common = {"temperature": 0.8, "max_tokens": 6, "ignore_eos": True}
+    params = [SamplingParams(**{**common, "seed": seed, **kind}) for seed, kind in enumerate(kinds)]
+    return [result.token_ids for result in llm.generate(prompts, params, progress=False)]
+
+
+def _replace_executor(llm: weft.LLM, *, captured: bool) -> None:
+    """As `build_engine` would make it."""
+    loop = llm.engine.loop
+    model, blocks = loop.executor.model, loop.scheduler.num_blocks  # type: ignore[attr-defined]
+    config = model.config
+    size = {"block_size": 16, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "dtype": model.dtype}
+
+    def pool(num_blocks: int) -> KVPool:
+        return KVPool(num_layers=config.num_layers, num_blocks=num_blocks, device=torch.device("cpu"), **size)
+
+    limits = cuda_executor.Limits(SEQS, BUDGET, CONTEXT, Slots.size_for(SEQS))
+    executor = cuda_executor.CudaExecutor(model, pool(1), limits, device=torch.device("cpu"))
+    executor.rehearse()
+    if captured:
+        executor.capture(largest=True)
+    executor.use(pool(blocks + 1))
+    if captured:
+        executor.capture()
+    loop.executor = executor
+
+
+GREEDY: list[dict[str, Any]] = [{"temperature": 0}] * 4
+CUTS: list[dict[str, Any]] = [{"top_p": 0.7}, {}, {"top_k": 5, "min_p": 0.01}, {"top_k": 8, "top_p": 0.8}]
+EDITS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    {"logit_bias": {5: 3.0, 9: -100.0}, "top_p": 0.9},
+    {"temperature": 0},
+    {"min_tokens": 3, "stop_token_ids": [7, 8, 9]},
+]
+IN_TURN: list[dict[str, Any]] = [{"max_tokens": 2}, {"max_tokens": 4, "top_k": 3}, {"presence_penalty": 1.0}, {}]
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_tokens_are_those_of_the_cpu(captured: bool, tmp_path: Path) -> None:
+    """Steps of all kinds one after the other, so that what one leaves behind lies in the way of the next."""
+    tiny.save(tiny.llama(num_hidden_layers=2), tmp_path)
+    with _engine(tmp_path, gpu=False) as cpu, _engine(tmp_path, gpu=True, captured=captured) as gpu:
+        for kinds in (GREEDY, CUTS, EDITS, IN_TURN) if captured else (CUTS, IN_TURN):
+            assert _tokens(gpu, kinds) == _tokens(cpu, kinds)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_families(name: str, tmp_path: Path) -> None:
+    """Norms of heads, windows, norms that the kernels do not know."""
+    tiny.save(tiny.FAMILIES[name](), tmp_path)
+    captured = name == "gemma3"  # the other, to be quick, is not
+    with _engine(tmp_path, gpu=False) as cpu, _engine(tmp_path, gpu=True, captured=captured) as gpu:
+        assert _tokens(gpu, GREEDY) == _tokens(cpu, GREEDY)
