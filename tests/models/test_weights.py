@@ -113,7 +113,8 @@ def test_a_failing_download_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/place", "nowhere", "a/b/c", "../x"])
-def test_a_missing_directory(name: str) -> None:
+def test_a_missing_directory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # beside which there is nothing
     with pytest.raises(
         ModelError, match="does not exist or is not readable; give a directory or a hub id like org/name"
     ):
