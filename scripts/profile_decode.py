@@ -11,14 +11,13 @@ import argparse
 import json
 import tempfile
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from weft.bench.latency import DECODE_PROMPT, SAMPLING, SETTLE
+from weft.bench.latency import SETTLE, open_decodes
 from weft.bench.shapes import subject
 from weft.engine.engine import Engine
 from weft.engine.options import EngineOptions
@@ -38,13 +37,7 @@ class Busy(NamedTuple):
 
 def decode(engine: Engine, batch: int, steps: int) -> list[dict[str, Any]]:
     """What the device did in so many steps of `batch` decodes alone."""
-    params = replace(SAMPLING, max_tokens=None, ignore_eos=True)
-    for seed in range(batch):
-        generator = torch.Generator().manual_seed(seed)
-        prompt = torch.randint(engine.vocab_size, (DECODE_PROMPT,), generator=generator).tolist()
-        (stream,) = engine.open_streams(prompt, params)
-        engine.loop.add(stream)
-    streams = list(engine.loop.streams.values())
+    streams = open_decodes(engine, batch)
     while min(len(stream.output) for stream in streams) < SETTLE:
         engine.loop.step()
     torch.cuda.set_sync_debug_mode("error")

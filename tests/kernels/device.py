@@ -7,6 +7,7 @@ that imports it.
 import importlib.metadata
 import importlib.util
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,22 @@ def _check_triton() -> None:
 
 
 _check_triton()
+
+
+class Moment:
+    """An event that has come to pass, or a stream where everything has."""
+
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: object) -> float:
+        return 1.0
 
 
 def normal(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import weft
-from tests.kernels.device import DEVICE
+from tests.kernels.device import DEVICE, Moment
 from tests.models import tiny
 from weft import SamplingParams
 from weft.core.slots import Slots
@@ -25,22 +25,6 @@ pytestmark = [
 
 SEQS, CONTEXT, BUDGET = 5, 64, 16  # of 16 tokens a step: prompts are cut into slices, which share steps with decodes
 LENGTHS = (3, 19, 26, 5)
-
-
-class Moment:
-    """An event that has come to pass, or a stream where everything has."""
-
-    def __init__(self, **options: Any) -> None:
-        pass
-
-    def record(self, stream: object = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, later: object) -> float:
-        return 1.0
 
 
 class Again:

@@ -6,18 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.device import DEVICE
+from tests.kernels.device import DEVICE, Moment
 from weft.engine import staging
 
 KINDS = [((-1, 0, 7), 40), ((-1,), 1), ((0, 5), 700)]
 TABLE = 5000
-
-
-class Moment:
-    """An event that has come to pass."""
-
-    def synchronize(self) -> None:
-        pass
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ NORMS: dict[str, Callable[[], torch.Tensor | None]] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
-@pytest.mark.parametrize("seed", range(4 if DEVICE.type == "cuda" else 2))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("written", NORMS)
 def test_what_is_kept_is_what_the_cache_holds(written: str, seed: int) -> None:
     traffic = Traffic(seed)

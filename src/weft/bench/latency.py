@@ -65,7 +65,7 @@ def measure_decode(
     """Median over `steps` steps in which `batch` requests decode and nothing else happens."""
     engine = subject.engine
     try:
-        streams = [_add(engine, _prompt(engine, DECODE_PROMPT, seed), None, sampling) for seed in range(batch)]
+        streams = open_decodes(engine, batch, sampling)
         gaps = _gaps(engine, batch, SETTLE + steps)[SETTLE:]
         context = DECODE_PROMPT + float(np.mean([len(stream.output) for stream in streams])) - steps / 2
     finally:
@@ -73,6 +73,11 @@ def measure_decode(
     floor = decode_work(subject.config, subject.dtype.itemsize, batch, context).floor(ceilings)
     median, p99 = np.percentile(gaps, (50, 99)).tolist()
     return Decode(batch, median * 1000, p99 * 1000, floor * 1000, floor / median)
+
+
+def open_decodes(engine: Engine, batch: int, sampling: SamplingParams = SAMPLING) -> list[Stream]:
+    """Streams with short prompts, yet to be read, and no end."""
+    return [_add(engine, _prompt(engine, DECODE_PROMPT, seed), None, sampling) for seed in range(batch)]
 
 
 def measure_prefill(

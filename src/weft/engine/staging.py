@@ -35,8 +35,8 @@ class Rows(NamedTuple):
     @staticmethod
     def nobody() -> tuple[int, ...]:
         """Of whom only the likeliest token is left, which takes no search."""
-        top_k, top_p, floor = np.array([np.iinfo(np.int32).max, *np.array([2, 0], np.float32).view(np.int32)]).tolist()
-        return (NOBODY, *[0] * 6, top_k, top_p, floor)
+        top_p, floor = np.array([2, 0], np.float32).view(np.int32).tolist()
+        return (NOBODY, *[0] * 6, np.iinfo(np.int32).max, top_p, floor)
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Rows":
