@@ -9,6 +9,7 @@ kernels counts as idle. Kernels that overlap are counted once.
 
 import argparse
 import json
+import statistics
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -31,7 +32,7 @@ class Busy(NamedTuple):
     span: float
     busy: float
     gaps: int
-    between_steps: float  # of the idle time, what lies before the kernel that begins a step
+    between: list[float]  # of the idle time, what lies before the kernel that begins a step, for each of them
     slowest: list[tuple[str, float]]  # kernels by the time they took together
 
 
@@ -57,12 +58,12 @@ def decode(engine: Engine, batch: int, steps: int) -> list[dict[str, Any]]:
 def measure(events: list[dict[str, Any]]) -> Busy:
     first = next(event["name"] for event in events if "fetch" in event["name"])  # a step begins by reading its numbers
     begin = end = float(events[0]["ts"])
-    busy, gaps, between, times = 0.0, 0, 0.0, Counter[str]()
+    busy, gaps, between, times = 0.0, 0, list[float](), Counter[str]()
     for event in events:
         start, duration = float(event["ts"]), float(event["dur"])
         if start > end:
             gaps += 1
-            between += (start - end) * (event["name"] == first)
+            between += [start - end] if event["name"] == first else []
         busy += max(0.0, start + duration - max(start, end))
         end = max(end, start + duration)
         times[event["name"]] += duration
@@ -87,7 +88,8 @@ def main() -> None:
         f"{arguments.shape}, {arguments.steps} steps of {arguments.batch} decodes: "
         f"busy {result.busy / result.span:.2%} of {result.span / 1000:.1f} ms; "
         f"{result.gaps} gaps of {idle / max(1, result.gaps):.2f} us, "
-        f"{result.between_steps / arguments.steps:.1f} us of them before each step"
+        f"{sum(result.between) / arguments.steps:.1f} us of them before each step "
+        f"(median {statistics.median(result.between):.1f}, longest {max(result.between):.0f})"
     )
     for name, time in result.slowest:
         print(f"{time / arguments.steps:10.1f} us a step  {name[:100]}")

@@ -118,8 +118,12 @@ def test_company_never_changes_tokens(model: CausalLM, path: Path) -> None:
         finally:
             loop.executor.close()
 
-    plays()
+    for _ in range(5):  # rare things are rarer in some batches of examples than in others
+        plays()
+        preempted = sum(stream.request.preemptions for stream in structured)
+        if preempted >= 5:
+            break
     assert_it_really_happened(seen)
-    assert sum(stream.request.preemptions for stream in structured) >= 5
+    assert preempted >= 5
     for stream in structured:
         assert not set(stream.output[:-1]) & {*ENDS, 60, 61, 62, 63}

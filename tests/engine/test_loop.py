@@ -1,11 +1,13 @@
 """The loop under interrupts: Ctrl-C comes where it waits, which is for a step's result."""
 
+import contextlib
 from typing import Any
 
 import pytest
 
 from tests.core.test_scheduler import prompt
 from tests.toy import solo, toy_loop, toy_stream
+from weft.core import State
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -48,3 +50,35 @@ def test_interrupts_do_not_pile_up_steps(depth: int) -> None:
     assert interrupts > 10
     assert found == expected
     assert most <= depth
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_blocks_are_hashed_while_the_device_computes(depth: int) -> None:
+    """Many streams may fill a block in one step: what they hold is known before, so that no step waits for it."""
+    loop = toy_loop(depth=depth)
+    submit, size, waits = loop.executor.submit, loop.scheduler.block_size, 0
+
+    class Waiting:
+        def __init__(self, plan: Any, pending: Any) -> None:
+            self.plan, self.pending = plan, pending
+
+        def result(self) -> Any:
+            nonlocal waits
+            waits += 1
+            ends = (self.plan.first + self.plan.count).tolist()
+            for request, end in zip(self.plan.requests, ends, strict=True):
+                if request.state is not State.FINISHED:
+                    assert len(request.hashes) == max(end, request.prompt_tokens) // size
+            if waits % 5 == 0:
+                raise KeyboardInterrupt
+            return self.pending.result()
+
+    loop.executor.submit = lambda plan, inputs: Waiting(plan, submit(plan, inputs))  # type: ignore[method-assign]
+    for number in range(3):
+        loop.add(toy_stream(f"r{number}", prompt(number, 9), 40))
+    while loop.has_work:
+        with contextlib.suppress(KeyboardInterrupt):
+            loop.step()
+        loop.scheduler.check_integrity()
+    computed = [9 + len(solo(prompt(number, 9), 40)) - 1 for number in range(3)]  # the last token is not
+    assert len(loop.scheduler.cache) == sum(tokens // size for tokens in computed)

@@ -28,17 +28,10 @@ LENGTHS = (3, 19, 26, 5)
 
 
 class Again:
-    """A graph: as it is captured, the step runs once, to warm up."""
+    """A graph, or the pieces of one: as it is captured, nothing runs."""
 
-    def __init__(self, step: Callable[[], None], pool: object) -> None:
+    def __init__(self, step: Callable[..., Any], pool: object) -> None:
         self.replay = step
-        step()
-
-
-class AgainInPieces:
-    def __init__(self, forward: Callable[[Any], Tensor], pool: object) -> None:
-        self.replay = forward
-        forward(lambda heads, q, out: None)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +42,8 @@ def _device_of_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (staging, cuda_executor):
         monkeypatch.setattr(module, "pinned", pinned)
     monkeypatch.setattr(cuda_executor, "Whole", Again)
-    monkeypatch.setattr(cuda_executor, "Pieces", AgainInPieces)
+    monkeypatch.setattr(cuda_executor, "Pieces", Again)
+    monkeypatch.setattr(cuda_executor, "warm_up", lambda step: step())
     monkeypatch.setattr(cuda_executor, "sm_count", lambda device: 3)
     monkeypatch.setattr(cuda_executor, "draw_sizes", lambda most: [3, most])  # more than some steps have
     for name, value in {

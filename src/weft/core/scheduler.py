@@ -169,7 +169,7 @@ class Scheduler:
                 _account(plan.requests[row]).charge(OUTPUT_WEIGHT)
         for request in outcome.filled:
             if request.state is State.RUNNING:
-                self._name_blocks(request, len(request.hashes))
+                self._name_blocks(request, int(slots.computed[request.slot]) // self.block_size)
         for request, finish_reason in outcome.finished:
             if request.state is State.WAITING:  # preempted while this step was in flight
                 self.queue.remove(request)

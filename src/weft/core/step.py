@@ -64,7 +64,7 @@ class Outcome:
     """What the loop learned from the tokens of a step and core needs to know."""
 
     finished: list[tuple[Request, str]] = field(default_factory=list)  # with the reason
-    filled: list[Request] = field(default_factory=list)  # got a new entry in `hashes`: a block became full
+    filled: list[Request] = field(default_factory=list)  # a block of theirs became full, and has its entry in `hashes`
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weft.core import StepPlan
 from weft.engine.executor import Lumps, StepInputs, StepResult
-from weft.engine.graphs import GRAIN, Cut, Pieces, Whole, decode_sizes, draw_sizes, is_worth_it, mixed_sizes
+from weft.engine.graphs import GRAIN, Cut, Pieces, Whole, decode_sizes, draw_sizes, is_worth_it, mixed_sizes, warm_up
 from weft.engine.logprobs import Described
 from weft.engine.sampling import Sampler, upload
 from weft.engine.staging import DEPTH, NOBODY, Courier, Desk, Rows, Tokens, pinned
@@ -309,11 +309,12 @@ class CudaExecutor:
                 progress(done := done + 1)
             for size in draw_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
                 places = (self._scores[:size], self._edited_scores[:size])
-                self._draws[size] = Draws(*(Whole(partial(self._draw, place, cuts=True), pool) for place in places))
+                steps = (partial(self._draw, place, cuts=True) for place in places)
+                self._draws[size] = Draws(*(self._whole(step, pool) for step in steps))
                 progress(done := done + 1)
             for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
                 with self._trial():  # the fetch of the warm-up; that which is captured is not run
-                    self._decodes[size] = Whole(partial(self._decode, size), pool)
+                    self._decodes[size] = self._whole(partial(self._decode, size), pool)
                 progress(done := done + 1)
         torch.cuda.synchronize(self.device)
 
@@ -331,6 +332,11 @@ class CudaExecutor:
         ids = self._last_token.index_select(0, slots.clamp(min=0))
         hidden = self.model.forward(ids, self._attention(slots, positions, rows))
         self._draw(self.model.scores(hidden, self._scores[:rows]))
+
+    def _whole(self, step: Callable[[], None], pool: object) -> Whole:
+        with self.model.abridged():
+            warm_up(step)
+        return Whole(step, pool)
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
@@ -363,6 +369,8 @@ class CudaExecutor:
             last = self._last_token.index_select(0, tokens.decodes.clamp(min=0))
             return self.model.forward(torch.where(tokens.decodes < 0, tokens.ids, last), attend)
 
+        with self.model.abridged():
+            warm_up(lambda: forward(lambda heads, q, out: None))
         return Pieces(forward, pool)
 
     @torch.inference_mode()
@@ -374,21 +382,17 @@ class CudaExecutor:
         most = min(self.limits.max_num_batched_tokens, longest)
         few = min(most, 16)
         behind = min(flashinfer.LONG, longest - few)
-        for first, count, ends in (
-            (0, most, True),
-            (0, few, True),
-            (0, few, False),
-            (few, few, False),
-            (behind, few, True),
-        ):
-            self._rehearse(min(first, longest - count), count, ends)
+        self._rehearse(0, most, is_end=True)
+        with self.model.abridged():
+            for first, is_end in ((0, True), (0, False), (few, False), (behind, True)):
+                self._rehearse(min(first, longest - few), few, is_end=is_end)
         self._courier.post(np.zeros(1, np.int64), np.zeros(1, np.int32), self._tables.view(-1))
         with self._trial():
             self._kept_board.write([np.array([NOBODY])], 1)
             self._desk.fetch()
         torch.cuda.synchronize(self.device)
 
-    def _rehearse(self, first: int, count: int, is_end: bool) -> None:
+    def _rehearse(self, first: int, count: int, *, is_end: bool) -> None:
         limits, device = self.limits, self.device
         ids = torch.zeros(count, dtype=torch.int32, device=device)
         nobody = torch.full_like(ids, NOBODY)

@@ -20,11 +20,10 @@ LAUNCHING = 1 << 37  # tokens times parameters of a layer that take the device a
 
 
 class Whole:
-    """A whole step, or what comes behind one. Its results lie where it always puts them."""
+    """A whole step, or what comes behind one, that was warmed up. Its results lie where it always puts them."""
 
     def __init__(self, step: Callable[[], None], pool: Any) -> None:
         # Not through torch.cuda.graph, which collects garbage each time: with many graphs that takes seconds.
-        warm_up(step)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(_side()):
             self._graph.capture_begin(pool=pool)
@@ -36,15 +35,14 @@ class Whole:
 
 
 class Pieces:
-    """A forward pass in pieces: `forward` calls what it is given where its prompts attend, with their layer, the
-    queries and the place for the result, which are always the same.
+    """A forward pass in pieces, that was warmed up: `forward` calls what it is given where its prompts attend, with
+    their layer, the queries and the place for the result, which are always the same.
     """
 
     def __init__(self, forward: Callable[[Cut], Tensor], pool: Any) -> None:
         self._pool = pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._cuts: list[tuple[Heads, Tensor, Tensor]] = []
-        warm_up(lambda: forward(lambda heads, q, out: None))
         with torch.cuda.stream(_side()):
             self._begin()
             self._hidden = forward(self._cut)

@@ -106,6 +106,8 @@ class Loop:
 
     def _take_in(self) -> list[TokenEvent]:
         plan, pending = self._in_flight[0]
+        with self._all_or_nothing():
+            filled = self._hash_filled(plan)  # while the device computes: the values are known, and may be many
         try:
             result = pending.result()  # an interrupt while waiting here loses nothing: the step stays in flight
         except Exception:
@@ -113,9 +115,8 @@ class Loop:
             raise
         with self._all_or_nothing():
             self._in_flight.popleft()
-            outcome = Outcome()
+            outcome = Outcome(filled=filled)
             events = self._events(plan, result, outcome)
-            self._hash_filled(plan, outcome)
             self.on_record(self.scheduler.commit(plan, outcome, result.started, result.finished))
             for request, _ in outcome.finished:
                 del self.streams[request.id]
@@ -164,15 +165,17 @@ class Loop:
                     ends[index] = "stop"
         return sorted(ends.items())
 
-    def _hash_filled(self, plan: StepPlan, outcome: Outcome) -> None:
+    def _hash_filled(self, plan: StepPlan) -> list[Request]:
+        """Whose blocks a step fills, hashed; a second time, after an interrupt, there is nothing to hash."""
         size = self.scheduler.block_size
         end = plan.first + plan.count
+        filled = []
         for row in np.flatnonzero(end // size > plan.first // size).tolist():
             request = plan.requests[row]
-            if request.state is State.FINISHED:
-                continue
-            if self.streams[request.id].hash_full_blocks(int(end[row]), size):
-                outcome.filled.append(request)
+            if request.state is not State.FINISHED:
+                self.streams[request.id].hash_full_blocks(int(end[row]), size)
+                filled.append(request)
+        return filled
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

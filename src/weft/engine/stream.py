@@ -78,10 +78,9 @@ class Stream:
         tail = np.array(self.output[max(0, first - split) : first + count - split], np.int32)
         return np.concatenate([self.prompt[first:split], tail]) if first < split else tail
 
-    def hash_full_blocks(self, computed: int, block_size: int) -> bool:
-        """Extends the request's hashes over the blocks that `computed` tokens fill; says whether any was new."""
+    def hash_full_blocks(self, computed: int, block_size: int) -> None:
+        """Extends the request's hashes over the blocks that `computed` tokens fill."""
         hashes = self.request.hashes
-        before = len(hashes)
         split = len(self.prompt)
         while (len(hashes) + 1) * block_size <= computed:
             first = len(hashes) * block_size
@@ -91,4 +90,3 @@ class Stream:
                 content = self.values(first, block_size).tobytes()
             self.tail = block_hash(self.tail, content)
             hashes.append(self.tail)
-        return len(hashes) > before

@@ -1,6 +1,7 @@
 """CausalLM: what the engine runs and the loader fills. A family is a subclass that says what its layers are made of."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ class CausalLM(nn.Module):
         # From a tensor, because the usual constructor draws values, and on the meta device that imports the compiler.
         self.embed_tokens = nn.Embedding(vocab, hidden, _weight=torch.empty(vocab, hidden))
         self.layers = nn.ModuleList(self.build_layer(config, index) for index in range(config.num_layers))
+        self._running = list(self.layers)
         self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -61,9 +63,28 @@ class CausalLM(nn.Module):
         Where `attend` leaves rows out in the last layer, they are missing here.
         """
         x, residual = self.embed(token_ids), None
-        for layer in self.layers:
+        for layer in self._running:
             x, residual = layer(x, residual, attend)
         return self.norm.add(x, residual)[0]
+
+    @contextmanager
+    def abridged(self) -> Iterator[None]:
+        """For passes whose results nobody reads: layers that only repeat what others do are left out. Those that stay
+        run all kernels that all of them run, on numbers of the same shapes, and take as much memory."""
+        self._running = [self.layers[index] for index in self._unlike()]
+        try:
+            yield
+        finally:
+            self._running = list(self.layers)
+
+    def _unlike(self) -> list[int]:
+        """The first layer, which has no residual yet, the last, and one of each kind of those between."""
+        config, last = self.config, len(self.layers) - 1
+        kinds: dict[object, int] = {}
+        for index in range(1, last):
+            parameters = tuple((name, one.shape) for name, one in self.layers[index].named_parameters())
+            kinds.setdefault((config.layer_windows[index], config.layer_ropes[index], parameters), index)
+        return sorted({0, *kinds.values(), last})
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [N, vocab] of the next token for rows of `forward`'s result, in float32 or wider."""
