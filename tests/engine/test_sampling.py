@@ -142,6 +142,29 @@ def test_a_slot_s_next_request_inherits_nothing() -> None:
     assert draw(used, values, [1], [20]) == draw(fresh, values, [1], [20])
 
 
+def test_memory_for_histories_is_known_before_it_is_taken() -> None:
+    made = sampler(setup(1, temperature=0.5))
+    assert made.untaken == len(made.temperature) * VOCAB * 5
+    made.setup(setup(2, temperature=0, presence_penalty=2.0))
+    taken = (made._history._counts, made._history._seen)
+    assert sum(one.nbytes for one in taken) == len(made.temperature) * VOCAB * 5
+    made.setup(setup(3, temperature=0, presence_penalty=2.0))
+    assert made.untaken == 0
+    assert made._history._counts is taken[0]  # nothing grows in service
+
+
+def test_a_slot_s_next_request_with_penalties_inherits_none() -> None:
+    values = logits(1)
+    wish = {"temperature": 0, "presence_penalty": 2.0, "repetition_penalty": 1.9}
+    used = sampler(setup(1, prompt=[3, 4], output=[9, 9], **wish))
+    seen = [draw(used, values, [1], [position])[0] for position in range(4, 8)]
+    used.setup(setup(1, prompt=[5], **wish))
+    fresh = sampler(setup(1, prompt=[5], **wish))
+    assert len({*seen}) > 2
+    for position in range(1, 8):
+        assert draw(used, values, [1], [position]) == draw(fresh, values, [1], [position])
+
+
 def test_bias_and_the_ban_of_stop_tokens_before_min_tokens() -> None:
     values = torch.zeros((1, VOCAB))
     values[0, 3] = 9.0  # a stop id

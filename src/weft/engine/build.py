@@ -158,7 +158,8 @@ def _on_gpu(
     memory = options.kv_cache_memory_bytes
     if memory is None:
         free, total = torch.cuda.mem_get_info(device)
-        memory = max(0, int(total * options.gpu_memory_utilization) - (total - free))
+        share = int(total * options.gpu_memory_utilization) - (total - free)
+        memory = max(0, min(share, free - executor.sampler.untaken))
     num_blocks = _num_blocks(options, model, memory) - 1  # the last is nobody's: what pads a graph may be written there
     _fit_context(options, longest, num_blocks)
     executor.use(_pool(options, model, num_blocks + 1, device))

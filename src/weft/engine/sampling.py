@@ -90,6 +90,11 @@ class Sampler:
     def close(self) -> None:
         self._masks.shutdown()
 
+    @property
+    def untaken(self) -> int:
+        """Bytes on the device that are taken when the first request asks for penalties."""
+        return self._history.untaken
+
     def has_masks(self, slots: NDArray[np.int64]) -> bool:
         """Whether the next token of one of these depends on its last by a grammar."""
         return bool(self._masks.active[slots].any())
@@ -112,7 +117,7 @@ class Sampler:
 
     def note(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
         """What was drawn, for the penalties to come."""
-        penalised = np.flatnonzero(self._history.row[slots] >= 0)
+        penalised = np.flatnonzero(self._history.active[slots])
         if len(penalised):
             self._history.append(penalised, slots[penalised], tokens)
 
@@ -169,7 +174,7 @@ class Sampler:
         """
         biased = np.flatnonzero(self._biased[slots])
         banned = np.flatnonzero(positions < self.min_position[slots])
-        penalised = np.flatnonzero(self._history.row[slots] >= 0)
+        penalised = np.flatnonzero(self._history.active[slots])
         masked = np.flatnonzero(self._masks.active[slots])
         if out is not None:
             logits = out.copy_(logits)
@@ -240,41 +245,40 @@ class _TokenValues(NamedTuple):
 
 
 class _History:
-    """Which tokens a request has in its prompt and its output: rows of tensors, only for requests with penalties."""
+    """Which tokens a request with penalties has in its prompt and its output, by slot. Many an engine never sees one:
+    the memory is taken for the first."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
-        self.row = np.full(slots, -1, np.int64)  # of each slot; -1: none
-        self._free: list[int] = []
-        self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)  # in the output
-        self._seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)  # in prompt or output
+        self.active = np.zeros(slots, np.bool_)
+        self.untaken = slots * vocab_size * (torch.int32.itemsize + torch.bool.itemsize)  # bytes
+        self._size = (slots, vocab_size)
+        self._counts = torch.empty((0, vocab_size), dtype=torch.int32, device=device)  # in the output
+        self._seen = torch.empty((0, vocab_size), dtype=torch.bool, device=device)  # in prompt or output
 
     def open(self, slot: int, prompt: NDArray[np.int32], output: NDArray[np.int32]) -> None:
-        self.close(slot)
-        if not self._free:
-            self._double()
-        row = self._free.pop()
-        self.row[slot] = row
+        if self.untaken:
+            self._counts, self._seen = self._counts.new_empty(self._size), self._seen.new_empty(self._size)
+            self.untaken = 0
+        self.active[slot] = True
         device = self._counts.device
         tokens, counts = np.unique(output, return_counts=True)
-        self._counts[row].zero_()
-        self._counts[row].index_copy_(0, upload(tokens.astype(np.int64), device), upload(counts, device, torch.int32))
-        self._seen[row].zero_()
-        self._seen[row].index_fill_(0, upload(np.union1d(prompt, tokens).astype(np.int64), device), True)
+        self._counts[slot].zero_()
+        self._counts[slot].index_copy_(0, upload(tokens.astype(np.int64), device), upload(counts, device, torch.int32))
+        self._seen[slot].zero_()
+        self._seen[slot].index_fill_(0, upload(np.union1d(prompt, tokens).astype(np.int64), device), True)
 
     def close(self, slot: int) -> None:
-        if self.row[slot] >= 0:
-            self._free.append(int(self.row[slot]))
-            self.row[slot] = -1
+        self.active[slot] = False
 
     def append(self, places: NDArray[np.int64], slots: NDArray[np.int64], tokens: Tensor) -> None:
         """Of a step's tokens those at `places`, which the slots got."""
         if tokens.is_cuda:
             from weft.kernels.penalise import Histories, note
 
-            numbers = upload(np.stack([places, self.row[slots]]).astype(np.int32), tokens.device)
+            numbers = upload(np.stack([places, slots]).astype(np.int32), tokens.device)
             note(tokens, numbers, Histories(self._counts, self._seen))
             return
-        rows, tokens = torch.from_numpy(self.row[slots]), tokens[torch.from_numpy(places)]
+        rows, tokens = torch.from_numpy(slots), tokens[torch.from_numpy(places)]
         self._counts[rows, tokens] += 1
         self._seen[rows, tokens] = True
 
@@ -286,11 +290,11 @@ class _History:
             from weft.kernels.penalise import FIELDS, Histories, penalise
 
             numbers = np.empty((FIELDS, len(places)), np.int32)
-            numbers[:2] = places, self.row[slots]
+            numbers[:2] = places, slots
             numbers[2:].view(np.float32)[:] = penalties.T
             penalise(logits, upload(numbers, logits.device), Histories(self._counts, self._seen))
             return
-        index, rows = torch.from_numpy(places), torch.from_numpy(self.row[slots])
+        index, rows = torch.from_numpy(places), torch.from_numpy(slots)
         counts, seen, given = self._counts[rows], self._seen[rows], logits[index]
         repetition, frequency, presence = torch.from_numpy(penalties).to(logits.dtype)[:, :, None].unbind(1)
         repeated = torch.where(given > 0, given / repetition, given * repetition)
@@ -303,13 +307,6 @@ class _History:
         histories = Histories(self._counts, self._seen)
         penalise(logits, nobody, histories)
         note(tokens, nobody[:2], histories)
-
-    def _double(self) -> None:
-        old = len(self._counts)
-        new = max(4, old)
-        self._counts = torch.cat([self._counts, self._counts.new_zeros((new, self._counts.shape[1]))])
-        self._seen = torch.cat([self._seen, self._seen.new_zeros((new, self._seen.shape[1]))])
-        self._free += range(old, old + new)
 
 
 def upload(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
