@@ -283,3 +283,18 @@ def test_nothing_is_compiled_in_service(head_dim: int, tokens: int, tmp_path: Pa
         finally:
             knobs.runtime.jit_post_compile_hook = None
     assert not compiled
+
+
+def test_no_memory_is_taken_in_service(tmp_path: Path) -> None:
+    """The largest step's is there from the start: not only could it be missing later, the device waits for it."""
+    tiny.save(tiny.llama(head_dim=128, intermediate_size=8192), tmp_path)
+    limits = {"max_num_seqs": 80, "max_num_batched_tokens": 4000, "kv_cache_memory_bytes": 1 << 28}
+    with weft.LLM(tmp_path, device="cuda", dtype="bfloat16", **limits) as llm:
+        wishes: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"logprobs": 5}, {"presence_penalty": 1.0}]
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, presence_penalty=1.0), progress=False)  # histories
+        before = torch.cuda.memory_reserved()
+        for count, length in ((8, 500), (1, 511 - 8), (70, 57), (5, 3)):  # 4,000 tokens in a step, of few or many
+            prompts = [tiny.prompt(length, seed).tolist() for seed in range(count)]
+            params = [SamplingParams(max_tokens=8, **wishes[number % 4]) for number in range(count)]
+            llm.generate(prompts, params, progress=False)
+        assert torch.cuda.memory_reserved() - before <= 4 << 20  # torch's smallest pieces come by two mebibytes

@@ -16,7 +16,9 @@ from tests.models import tiny
 from weft import SamplingParams
 from weft.core.slots import Slots
 from weft.engine import cuda_executor, staging
+from weft.kernels.attention import Attend
 from weft.kv import KVPool
+from weft.models import CausalLM
 
 pytestmark = [
     pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu has this for a GPU"),
@@ -56,11 +58,11 @@ def _device_of_paper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def _engine(path: Path, *, gpu: bool, captured: bool = True) -> Iterator[weft.LLM]:
-    options = {"max_model_len": CONTEXT, "max_num_seqs": SEQS, "max_num_batched_tokens": BUDGET}
+def _engine(path: Path, *, gpu: bool, captured: bool = True, **limits: int) -> Iterator[weft.LLM]:
+    options = {"max_model_len": CONTEXT, "max_num_seqs": SEQS, "max_num_batched_tokens": BUDGET, **limits}
     with weft.LLM(path, device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 20, **options) as llm:
         if gpu:
-            _replace_executor(llm, captured=captured)
+            _replace_executor(llm, options, captured=captured)
         yield llm
 
 
@@ -71,7 +73,7 @@ def _tokens(llm: weft.LLM, kinds: list[dict[str, Any]]) -> list[list[int]]:
     return [result.token_ids for result in llm.generate(prompts, params, progress=False)]
 
 
-def _replace_executor(llm: weft.LLM, *, captured: bool) -> None:
+def _replace_executor(llm: weft.LLM, options: dict[str, int], *, captured: bool) -> None:
     """As `build_engine` would make it."""
     loop = llm.engine.loop
     model, blocks = loop.executor.model, loop.scheduler.num_blocks  # type: ignore[attr-defined]
@@ -81,7 +83,8 @@ def _replace_executor(llm: weft.LLM, *, captured: bool) -> None:
     def pool(num_blocks: int) -> KVPool:
         return KVPool(num_layers=config.num_layers, num_blocks=num_blocks, device=torch.device("cpu"), **size)
 
-    limits = cuda_executor.Limits(SEQS, BUDGET, CONTEXT, Slots.size_for(SEQS))
+    seqs, budget = options["max_num_seqs"], options["max_num_batched_tokens"]
+    limits = cuda_executor.Limits(seqs, budget, CONTEXT, Slots.size_for(seqs))
     executor = cuda_executor.CudaExecutor(model, pool(1), limits, device=torch.device("cpu"))
     executor.rehearse()
     if captured:
@@ -89,6 +92,7 @@ def _replace_executor(llm: weft.LLM, *, captured: bool) -> None:
     executor.use(pool(blocks + 1))
     if captured:
         executor.capture()
+    executor.take_memory()
     loop.executor = executor
 
 
@@ -119,3 +123,26 @@ def test_families(name: str, tmp_path: Path) -> None:
     captured = name == "gemma3"  # the other, to be quick, is not
     with _engine(tmp_path, gpu=False) as cpu, _engine(tmp_path, gpu=True, captured=captured) as gpu:
         assert _tokens(gpu, GREEDY) == _tokens(cpu, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("budget", "seqs", "largest"), [(40, 5, 40), (CONTEXT * 2 + 3, 5, CONTEXT * 2 + 3), (512, 3, 189)]
+)
+def test_the_largest_step_is_run_before_memory_is_given_away(
+    budget: int, seqs: int, largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With whatever prompts it takes: three of 63 tokens, behind which another may be sampled, are all of the last."""
+    tiny.save(tiny.llama(num_hidden_layers=1), tmp_path)
+    monkeypatch.setattr(cuda_executor, "mixed_sizes", lambda most, parameters: [min(most, 4)])
+    monkeypatch.setattr(cuda_executor, "decode_sizes", lambda most: [most])
+    sizes: list[int] = []
+    forward = CausalLM.forward
+
+    def counted(self: CausalLM, token_ids: Tensor, attend: Attend) -> Tensor:
+        sizes.append(len(token_ids))
+        return forward(self, token_ids, attend)
+
+    monkeypatch.setattr(CausalLM, "forward", counted)
+    with _engine(tmp_path, gpu=True, max_num_batched_tokens=budget, max_num_seqs=seqs):
+        assert max(sizes) == largest
+        assert sizes[-1] == largest  # what was given back in between is taken again

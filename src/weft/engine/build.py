@@ -159,13 +159,14 @@ def _on_gpu(
     if memory is None:
         free, total = torch.cuda.mem_get_info(device)
         share = int(total * options.gpu_memory_utilization) - (total - free)
-        memory = max(0, min(share, free - executor.sampler.untaken))
+        memory = max(0, min(share, free - executor.untaken))
     num_blocks = _num_blocks(options, model, memory) - 1  # the last is nobody's: what pads a graph may be written there
     _fit_context(options, longest, num_blocks)
     executor.use(_pool(options, model, num_blocks + 1, device))
     done("KV cache")
     with work_progress("capturing graphs", executor.num_graphs, sys.stderr.isatty()) as advance:
         executor.capture(progress=advance)
+    executor.take_memory()
     done("graphs")
     return _Built(executor, num_blocks, executor.lumps)
 

@@ -3,6 +3,7 @@ and its position, never on its neighbours.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -254,11 +255,11 @@ class _History:
         self._size = (slots, vocab_size)
         self._counts = torch.empty((0, vocab_size), dtype=torch.int32, device=device)  # in the output
         self._seen = torch.empty((0, vocab_size), dtype=torch.bool, device=device)  # in prompt or output
+        self._pool: torch.cuda.MemPool | None = None  # outlives what is in it
 
     def open(self, slot: int, prompt: NDArray[np.int32], output: NDArray[np.int32]) -> None:
         if self.untaken:
-            self._counts, self._seen = self._counts.new_empty(self._size), self._seen.new_empty(self._size)
-            self.untaken = 0
+            self._take()
         self.active[slot] = True
         device = self._counts.device
         tokens, counts = np.unique(output, return_counts=True)
@@ -269,6 +270,13 @@ class _History:
 
     def close(self, slot: int) -> None:
         self.active[slot] = False
+
+    def _take(self) -> None:
+        # On a GPU not from the memory that torch keeps for steps, whose largest would then no longer fit there.
+        self._pool = torch.cuda.MemPool() if self._counts.is_cuda else None
+        with nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool):
+            self._counts, self._seen = self._counts.new_empty(self._size), self._seen.new_empty(self._size)
+        self.untaken = 0
 
     def append(self, places: NDArray[np.int64], slots: NDArray[np.int64], tokens: Tensor) -> None:
         """Of a step's tokens those at `places`, which the slots got."""
