@@ -90,6 +90,7 @@ class Sampler:
 
     def close(self) -> None:
         self._masks.shutdown()
+        self._history = _History(0, self.vocab_size, self.device)  # whoever still holds this, the memory is another's
 
     @property
     def untaken(self) -> int:
