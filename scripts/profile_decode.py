@@ -61,9 +61,9 @@ def measure(events: list[dict[str, Any]]) -> Busy:
     busy, gaps, between, times = 0.0, 0, list[float](), Counter[str]()
     for event in events:
         start, duration = float(event["ts"]), float(event["dur"])
-        if start > end:
-            gaps += 1
-            between += [start - end] if event["name"] == first else []
+        gaps += start > end
+        if event["name"] == first:
+            between.append(max(0.0, start - end))
         busy += max(0.0, start + duration - max(start, end))
         end = max(end, start + duration)
         times[event["name"]] += duration
@@ -88,7 +88,7 @@ def main() -> None:
         f"{arguments.shape}, {arguments.steps} steps of {arguments.batch} decodes: "
         f"busy {result.busy / result.span:.2%} of {result.span / 1000:.1f} ms; "
         f"{result.gaps} gaps of {idle / max(1, result.gaps):.2f} us, "
-        f"{sum(result.between) / arguments.steps:.1f} us of them before each step "
+        f"{statistics.mean(result.between):.1f} us of them before each step "
         f"(median {statistics.median(result.between):.1f}, longest {max(result.between):.0f})"
     )
     for name, time in result.slowest:

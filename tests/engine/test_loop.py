@@ -8,6 +8,7 @@ import pytest
 from tests.core.test_scheduler import prompt
 from tests.toy import solo, toy_loop, toy_stream
 from weft.core import State
+from weft.engine.loop import Loop
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -82,3 +83,25 @@ def test_blocks_are_hashed_while_the_device_computes(depth: int) -> None:
         loop.scheduler.check_integrity()
     computed = [9 + len(solo(prompt(number, 9), 40)) - 1 for number in range(3)]  # the last token is not
     assert len(loop.scheduler.cache) == sum(tokens // size for tokens in computed)
+
+
+def test_an_interrupt_in_the_middle_of_a_hash_leaves_nothing_half_done() -> None:
+    class Interrupted(list[Any]):
+        def append(self, digest: Any) -> None:
+            raise KeyboardInterrupt
+
+    loop = toy_loop(depth=1)
+    stream = toy_stream("r", prompt(0, 9), 40)
+    loop.add(stream)
+    loop.step()
+    stream.request.hashes = Interrupted(stream.request.hashes)
+    with pytest.raises(KeyboardInterrupt):
+        _run(loop)
+    assert not loop.streams
+    assert stream.request.finish_reason == "error"
+    loop.scheduler.check_integrity()
+
+
+def _run(loop: Loop) -> None:
+    while loop.has_work:
+        loop.step()

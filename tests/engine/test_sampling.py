@@ -151,6 +151,8 @@ def test_memory_for_histories_is_known_before_it_is_taken() -> None:
     made.setup(setup(3, temperature=0, presence_penalty=2.0))
     assert made.untaken == 0
     assert made._history._counts is taken[0]  # nothing grows in service
+    made.close()
+    assert made._history._counts.nbytes == made._history._seen.nbytes == 0
 
 
 def test_a_slot_s_next_request_with_penalties_inherits_none() -> None:

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import weft
@@ -17,6 +19,7 @@ from weft import SamplingParams
 from weft.core.slots import Slots
 from weft.engine import cuda_executor, staging
 from weft.kernels.attention import Attend
+from weft.kernels.cuda import PlainPrefills
 from weft.kv import KVPool
 from weft.models import CausalLM
 
@@ -30,10 +33,28 @@ LENGTHS = (3, 19, 26, 5)
 
 
 class Again:
-    """A graph, or the pieces of one: as it is captured, nothing runs."""
+    """A graph, or the pieces of one: as it is captured, nothing runs. Of warm-ups, only some layers do."""
+
+    is_warm_up = False
 
     def __init__(self, step: Callable[..., Any], pool: object) -> None:
+        assert not Again.is_warm_up
         self.replay = step
+
+
+class AgainInPieces(Again):
+    pass
+
+
+@contextmanager
+def _abridged(model: CausalLM) -> Iterator[None]:
+    Again.is_warm_up = True
+    with ABRIDGED(model):
+        yield
+    Again.is_warm_up = False
+
+
+ABRIDGED = CausalLM.abridged
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +65,8 @@ def _device_of_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (staging, cuda_executor):
         monkeypatch.setattr(module, "pinned", pinned)
     monkeypatch.setattr(cuda_executor, "Whole", Again)
-    monkeypatch.setattr(cuda_executor, "Pieces", Again)
+    monkeypatch.setattr(cuda_executor, "Pieces", AgainInPieces)
+    monkeypatch.setattr(CausalLM, "abridged", _abridged)
     monkeypatch.setattr(cuda_executor, "warm_up", lambda step: step())
     monkeypatch.setattr(cuda_executor, "sm_count", lambda device: 3)
     monkeypatch.setattr(cuda_executor, "draw_sizes", lambda most: [3, most])  # more than some steps have
@@ -110,7 +132,7 @@ IN_TURN: list[dict[str, Any]] = [{"max_tokens": 2}, {"max_tokens": 4, "top_k": 3
 @pytest.mark.parametrize("captured", [True, False])
 def test_tokens_are_those_of_the_cpu(captured: bool, tmp_path: Path) -> None:
     """Steps of all kinds one after the other, so that what one leaves behind lies in the way of the next."""
-    tiny.save(tiny.llama(num_hidden_layers=2), tmp_path)
+    tiny.save(tiny.llama(num_hidden_layers=4 if captured else 2), tmp_path)  # of four, a warm-up runs three
     with _engine(tmp_path, gpu=False) as cpu, _engine(tmp_path, gpu=True, captured=captured) as gpu:
         for kinds in (GREEDY, CUTS, EDITS, IN_TURN) if captured else (CUTS, IN_TURN):
             assert _tokens(gpu, kinds) == _tokens(cpu, kinds)
@@ -136,13 +158,48 @@ def test_the_largest_step_is_run_before_memory_is_given_away(
     monkeypatch.setattr(cuda_executor, "mixed_sizes", lambda most, parameters: [min(most, 4)])
     monkeypatch.setattr(cuda_executor, "decode_sizes", lambda most: [most])
     sizes: list[int] = []
-    forward = CausalLM.forward
+    before: list[int] = []
+    forward, use = CausalLM.forward, cuda_executor.CudaExecutor.use
 
     def counted(self: CausalLM, token_ids: Tensor, attend: Attend) -> Tensor:
         sizes.append(len(token_ids))
         return forward(self, token_ids, attend)
 
+    def used(self: cuda_executor.CudaExecutor, kv: KVPool) -> None:
+        before.append(len(sizes))
+        use(self, kv)
+
+    class Legal(PlainPrefills):
+        def __init__(self, kv: KVPool, tables: Tensor, *slices: NDArray[np.int64]) -> None:
+            slots, first, count = slices
+            assert len(slots) <= seqs
+            assert max(first + count) < CONTEXT
+            super().__init__(kv, tables, *slices)
+
     monkeypatch.setattr(CausalLM, "forward", counted)
+    monkeypatch.setattr(cuda_executor.CudaExecutor, "use", used)
+    monkeypatch.setattr(cuda_executor, "PlainPrefills", Legal)
     with _engine(tmp_path, gpu=True, max_num_batched_tokens=budget, max_num_seqs=seqs):
         assert max(sizes) == largest
-        assert sizes[-1] == largest  # what was given back in between is taken again
+        assert max(sizes[: before[-1]]) == largest  # before there was a pool for all
+        assert sizes[-1] == largest  # what was given back with the first pool is taken again
+
+
+def test_memory_that_is_taken_later_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.save(tiny.llama(num_hidden_layers=3), tmp_path)
+    made: list[Again] = []
+    init = Again.__init__
+
+    def counted(self: Again, step: Callable[..., Any], pool: object) -> None:
+        made.append(self)
+        init(self, step, pool)
+
+    with _engine(tmp_path, gpu=True, captured=False) as llm:
+        executor = llm.engine.loop.executor
+        assert isinstance(executor, cuda_executor.CudaExecutor)
+        monkeypatch.setattr(Again, "__init__", counted)
+        executor.capture()
+        graphs = sum(3 if isinstance(one, AgainInPieces) else 1 for one in made)  # one ends where a layer attends
+        assert len(made) > len({type(one) for one in made}) == 2
+        assert executor.untaken == executor.sampler.untaken + graphs * cuda_executor.GRAPH_BYTES
+        assert executor.sampler.untaken == 5 * tiny.VOCAB * Slots.size_for(SEQS)

@@ -82,6 +82,7 @@ MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermed
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
+    "llama-deep": lambda: llama(num_hidden_layers=6),  # some layers only repeat others
     "llama-tied": lambda: llama(tie_word_embeddings=True),
     "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True, head_dim=24),
     "llama-one-kv-head": lambda: llama(num_key_value_heads=1),

@@ -29,6 +29,7 @@ MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of books for each
 MOST_SPREAD = 0.15  # a margin to begin with; what the error really is will be learnt within some hundred steps
 CALIBRATION = 5.0  # seconds
 AUTO_GAP, AUTO_STEPS = 0.05, 2.0  # seconds, and decode steps: the larger is the gap target that nobody chose
+TORCH_PAGE = 2 << 20  # bytes: torch takes a GPU's memory by multiples of them
 LEAST_GAP = 1.5  # decode steps; with less there would be no room for any prefill
 
 
@@ -155,11 +156,8 @@ def _on_gpu(
     executor.rehearse()
     executor.capture(largest=True)
     done("largest steps")
-    memory = options.kv_cache_memory_bytes
-    if memory is None:
-        free, total = torch.cuda.mem_get_info(device)
-        share = int(total * options.gpu_memory_utilization) - (total - free)
-        memory = max(0, min(share, free - executor.untaken))
+    free, total = torch.cuda.mem_get_info(device)
+    memory = _kv_memory(options, total, free, executor.untaken + 2 * len(model.layers) * TORCH_PAGE)
     num_blocks = _num_blocks(options, model, memory) - 1  # the last is nobody's: what pads a graph may be written there
     _fit_context(options, longest, num_blocks)
     executor.use(_pool(options, model, num_blocks + 1, device))
@@ -256,6 +254,20 @@ def _device(name: str) -> "torch.device":
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         raise OptionError(f"device={name!r}: choose cuda, and the card with CUDA_VISIBLE_DEVICES={device.index}")
     return device
+
+
+def _kv_memory(options: EngineOptions, total: int, free: int, untaken: int) -> int:
+    """Bytes of a GPU for its KV cache: its share, or what was asked for, as long as what is `untaken` finds room."""
+    most = max(0, free - untaken)
+    wanted = options.kv_cache_memory_bytes
+    if wanted is None:
+        return min(most, max(0, int(total * options.gpu_memory_utilization) - (total - free)))
+    if wanted > most:
+        raise OptionError(
+            f"kv_cache_memory_bytes={wanted} is above the {most} bytes that are left for it beside weights, steps and "
+            "graphs: lower it, or max_num_batched_tokens or max_num_seqs"
+        )
+    return wanted
 
 
 def _num_blocks(options: EngineOptions, model: "CausalLM", memory: int) -> int:

@@ -125,7 +125,6 @@ class CudaExecutor:
         try:
             torch.cuda.synchronize(self.device)
         finally:
-            self.sampler.close()
             self._pending = None  # it knows us, and we know it
             self._decodes.clear()
             self._draws.clear()
@@ -133,6 +132,7 @@ class CudaExecutor:
             self._flashinfer = self._keeping = None
             # The next engine needs their memory, whoever still holds this one.
             del self.model, self.kv, self._scores, self._edited_scores
+            self.sampler.close()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan, inputs: StepInputs) -> "CudaPending":
@@ -392,6 +392,7 @@ class CudaExecutor:
         few = min(self.limits.max_num_batched_tokens, longest, 16)
         behind = min(flashinfer.LONG, longest - few)
         with self.model.abridged():
+            self._rehearse([min(self.limits.max_num_batched_tokens, longest)])  # alone, it may take another way
             for first, is_end in ((0, True), (0, False), (few, False), (behind, True)):
                 self._rehearse([few], first=min(first, longest - few), are_ends=is_end)
         self._courier.post(np.zeros(1, np.int64), np.zeros(1, np.int32), self._tables.view(-1))
