@@ -290,7 +290,12 @@ def test_no_memory_is_taken_in_service(tmp_path: Path) -> None:
     tiny.save(tiny.llama(head_dim=128, intermediate_size=8192), tmp_path)
     limits = {"max_num_seqs": 80, "max_num_batched_tokens": 4000, "kv_cache_memory_bytes": 1 << 28}
     with weft.LLM(tmp_path, device="cuda", dtype="bfloat16", **limits) as llm:
-        wishes: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"logprobs": 5}, {"presence_penalty": 1.0}]
+        wishes: list[dict[str, Any]] = [
+            {"prompt_logprobs": 1},
+            {"top_p": 0.9},
+            {"logprobs": 5},
+            {"presence_penalty": 1.0},
+        ]
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, presence_penalty=1.0), progress=False)  # histories
         before = torch.cuda.memory_reserved()
         for count, length in ((8, 500), (1, 511 - 8), (70, 57), (5, 3)):  # 4,000 tokens in a step, of few or many
