@@ -43,15 +43,17 @@ class Again:
 
 
 class AgainInPieces(Again):
-    pass
+    """A graph for each layer."""
 
 
 @contextmanager
 def _abridged(model: CausalLM) -> Iterator[None]:
     Again.is_warm_up = True
-    with ABRIDGED(model):
-        yield
-    Again.is_warm_up = False
+    try:
+        with ABRIDGED(model):
+            yield
+    finally:
+        Again.is_warm_up = False
 
 
 ABRIDGED = CausalLM.abridged

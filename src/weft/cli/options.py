@@ -41,7 +41,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SHARE",
         default=0.9,
-        help="share of a GPU's memory that weights and KV cache may take (default: 0.9)",
+        help="share of a GPU's memory that weights, steps and KV cache may take (default: 0.9)",
     )
     add(
         "--enable-prefix-caching",

@@ -25,11 +25,11 @@ if TYPE_CHECKING:  # torch takes seconds to import, and must not be before prepa
     from weft.kv import KVPool
     from weft.models import CausalLM
 
+TORCH_PAGE = 2 << 20  # bytes: torch takes a GPU's memory by multiples of them
 MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of books for each
 MOST_SPREAD = 0.15  # a margin to begin with; what the error really is will be learnt within some hundred steps
 CALIBRATION = 5.0  # seconds
 AUTO_GAP, AUTO_STEPS = 0.05, 2.0  # seconds, and decode steps: the larger is the gap target that nobody chose
-TORCH_PAGE = 2 << 20  # bytes: torch takes a GPU's memory by multiples of them
 LEAST_GAP = 1.5  # decode steps; with less there would be no room for any prefill
 
 

@@ -343,6 +343,7 @@ class CudaExecutor:
         self._draw(self.model.scores(hidden, self._scores[:rows]))
 
     def _whole(self, step: Callable[[], None], pool: object) -> Whole:
+        """Warmed up, by few layers, and captured, with all."""
         with self.model.abridged():
             warm_up(step)
         return Whole(step, pool)
@@ -392,7 +393,8 @@ class CudaExecutor:
         few = min(self.limits.max_num_batched_tokens, longest, 16)
         behind = min(flashinfer.LONG, longest - few)
         with self.model.abridged():
-            self._rehearse([min(self.limits.max_num_batched_tokens, longest)])  # alone, it may take another way
+            if self.limits.max_num_batched_tokens > longest:  # then it was not alone, where it may take another way
+                self._rehearse([longest])
             for first, is_end in ((0, True), (0, False), (few, False), (behind, True)):
                 self._rehearse([few], first=min(first, longest - few), are_ends=is_end)
         self._courier.post(np.zeros(1, np.int64), np.zeros(1, np.int32), self._tables.view(-1))

@@ -19,7 +19,7 @@ class EngineOptions:
     max_num_batched_tokens: int = 2048  # tokens a step may carry
     block_size: int = 16  # tokens in a block of the KV cache
     kv_cache_memory_bytes: int | None = None  # None: from what the device has
-    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that weights and KV cache may take
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that weights, steps and KV cache may take
     enable_prefix_caching: bool = True
     policy: Literal["slo", "chunked", "monolithic"] = "slo"  # slo with no target at all is chunked
     gap_target_ms: float | Literal["auto"] | None = None  # promised time between tokens; None: nothing is promised;

@@ -40,7 +40,7 @@ class CausalLM(nn.Module):
         # From a tensor, because the usual constructor draws values, and on the meta device that imports the compiler.
         self.embed_tokens = nn.Embedding(vocab, hidden, _weight=torch.empty(vocab, hidden))
         self.layers = nn.ModuleList(self.build_layer(config, index) for index in range(config.num_layers))
-        self._running = list(self.layers)
+        self._passed = list(self.layers)  # those that a pass goes through: all, but for `abridged`
         self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -63,7 +63,7 @@ class CausalLM(nn.Module):
         Where `attend` leaves rows out in the last layer, they are missing here.
         """
         x, residual = self.embed(token_ids), None
-        for layer in self._running:
+        for layer in self._passed:
             x, residual = layer(x, residual, attend)
         return self.norm.add(x, residual)[0]
 
@@ -71,11 +71,11 @@ class CausalLM(nn.Module):
     def abridged(self) -> Iterator[None]:
         """For passes whose results nobody reads: layers that only repeat what others do are left out. Those that stay
         run all kernels that all of them run, on numbers of the same shapes, and take as much memory."""
-        self._running = [self.layers[index] for index in self._unlike()]
+        self._passed = [self.layers[index] for index in self._unlike()]
         try:
             yield
         finally:
-            self._running = list(self.layers)
+            self._passed = list(self.layers)
 
     def _unlike(self) -> list[int]:
         """The first layer, which has no residual yet, the last, and one of each kind of those between."""
