@@ -1,31 +1,41 @@
-"""Admission: who is better refused at once, before anything is computed for it, and who may start now."""
+"""Admission: which requests are refused at once, before anything is computed for them, and which may start now."""
 
 import math
-from collections.abc import Callable
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from weft.core.budget import BATCH_SHARE, Allowance, StepLoad, least_step
-from weft.core.cost import CostModel, StepShape, decodes_alone
-from weft.core.request import Request, State
+import numpy as np
 
-MEMORY = 30.0  # seconds over which the load is averaged
-QUIET = 0.25  # load up to which a step may be cut short for any first token; above,
-WORTH = 0.5  # only where that costs no more than this share of the request's own work
+from weft.core.budget import Allowance, StepLoad
+from weft.core.cost import CostModel, StepShape
+from weft.core.forecast import Array, Forecast, Prefill, Rows, forecast
+from weft.core.request import Request
+
+MEMORY = 10.0  # seconds over which the load is averaged
 MOST_LOAD = 0.85  # more than this is not believed
 HOPE = 2.0  # times as fast as of late memory may come free; who would be late even so is hopeless
 
 
-class Prefill(NamedTuple):
-    """A prompt, or what is left of one."""
+class Screened(NamedTuple):
+    """What became of newcomers."""
 
-    request: Request
-    first: int  # tokens that are computed or cached
-    left: int  # tokens to compute
+    kept: Sequence[Request]
+    refused: Sequence[Request] = ()
+    left: Sequence[Request] = ()  # for the next plan: this one has looked at enough
 
 
 class Admission(Protocol):
-    def screen(self, newcomer: Request, prefills: Callable[[], list[Prefill]], load: StepLoad) -> bool:
-        """Whether a newcomer, which is among the `prefills` (in order), should be kept; False refuses it."""
+    def screen(
+        self,
+        newcomers: Sequence[Request],
+        lineup: Callable[[Sequence[Request]], list[Prefill]],
+        load: StepLoad,
+        visits: int,
+    ) -> Screened:
+        """Decides on newcomers, all of one class, in their order. `lineup` gives all prompts that are not computed yet,
+        the newcomers included, in the order of service. The cost model is asked about `visits` of them or few more."""
         ...
 
     def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
@@ -36,12 +46,22 @@ class Admission(Protocol):
         """Whether a prefill may start, given the decode step that it will later be part of."""
         ...
 
+    def is_possible(self, prefill: Prefill) -> bool:
+        """Whether an idle machine could bring this request's first token in time."""
+        ...
 
-class Everybody:
-    """Nobody is refused, however long the queue."""
 
-    def screen(self, newcomer: Request, prefills: Callable[[], list[Prefill]], load: StepLoad) -> bool:
-        return True
+class AdmitAll:
+    """No request is refused, however long the queue."""
+
+    def screen(
+        self,
+        newcomers: Sequence[Request],
+        lineup: Callable[[Sequence[Request]], list[Prefill]],
+        load: StepLoad,
+        visits: int,
+    ) -> Screened:
+        return Screened(newcomers)
 
     def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
         return False
@@ -49,67 +69,68 @@ class Everybody:
     def may_join(self, after: StepShape, gap: float) -> bool:
         return True
 
+    def is_possible(self, prefill: Prefill) -> bool:
+        return True
 
-class PromiseKeepers:
-    """Those who can be promised their first token in time without breaking an earlier promise."""
+
+class DeadlineAdmission:
+    """Keeps the requests whose first token can be promised in time without breaking an earlier promise."""
 
     def __init__(self, cost: CostModel, allowance: Allowance) -> None:
         self.cost = cost
         self.allowance = allowance
         self._loads = _Loads()
 
-    def screen(self, newcomer: Request, prefills: Callable[[], list[Prefill]], load: StepLoad) -> bool:
-        """Walks the queue as it would be served if nothing else arrived, and asks who would come too late.
-
-        Each prefill runs at the pace that decodes leave it; when it is done it decodes itself and slows the next ones.
-        None of those who decode is assumed to end before all must have, so the walk errs on the late side.
+    def screen(
+        self,
+        newcomers: Sequence[Request],
+        lineup: Callable[[Sequence[Request]], list[Prefill]],
+        load: StepLoad,
+        visits: int,
+    ) -> Screened:
+        """Forecasts the queue with all newcomers in it. Where a promise would be broken, the newest of the newcomers
+        that are served before it are refused, as many as it takes, and the rest is forecast again.
         """
-        if newcomer.batch or newcomer.due == math.inf:
-            return True  # it is promised nothing
         self._loads.decay(load.start)
-        busy = min(self._loads.before(newcomer.tenant), MOST_LOAD)
-        walk = _Walk(self.cost, self.allowance, load)
-        work = 0.0
-        reached = False
-        for prefill in prefills():
-            request = prefill.request
-            if reached and request.rank[:2] > newcomer.rank[:2]:
-                break  # nobody of a lower class is asked
-            seconds = walk.serve(prefill)
-            if seconds is None:
-                if request is newcomer or (reached and request.due < math.inf and self._minds(request, newcomer)):
-                    newcomer.predicted_ttft = newcomer.predicted_ttft if reached else math.inf
-                    return False
-                continue  # it waits for better times, and nobody for it
-            end = walk.first_token(request, seconds, busy)
-            spare = 0.0
-            if request is newcomer:
-                reached = True
-                request.predicted_ttft = end - request.arrival
-                # While it is read others will come with less slack and go before it: as in a queue with priorities,
-                # its own work takes 1 / (1 - load) times as long.
-                spare = seconds * busy / (1 - busy)
-                work = seconds
-            if reached and end + spare > request.due and self._minds(request, newcomer):
-                return False
-        self._loads.add(newcomer.tenant, work)
-        return True
+        screening = _Screening(self, newcomers, lineup(newcomers))
+        refused: list[Request] = []
+        while True:
+            found = forecast(self.cost, self.allowance, load, screening.rows, screening.busy)
+            victims = screening.victims(found)
+            refused += victims
+            if not victims:
+                break
+            screening.remove(victims)
+            visits -= found.visits
+            if visits <= 0:  # whether the others can be kept is not proved yet
+                return Screened([], refused, screening.newcomers)
+        for request, seconds in screening.predict(found):
+            self._loads.add(request.tenant, seconds)
+        return Screened(screening.newcomers, refused)
 
-    def _minds(self, request: Request, newcomer: Request) -> bool:
+    def minds(self, request: Request, newcomer: Request) -> bool:
         """Whether a newcomer must not make this one late. It may, where that one's tenant loads the device more."""
+        if request is newcomer:
+            return True
         if request.batch or request.rank[:2] > newcomer.rank[:2] or request.first_token is not None:
             return False
         return request.tenant == newcomer.tenant or self._loads.of(request.tenant) <= self._loads.of(newcomer.tenant)
 
+    def busy(self, tenant: str) -> float:
+        """The load that a tenant's next request meets."""
+        return min(self._loads.before(tenant), MOST_LOAD)
+
     def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
         request, first, count = prefill
-        if request.due == math.inf:
+        if request.deadline == math.inf:
             return False
-        pace = self.allowance.pace(self.cost, load.shape.decodes, load.shape.context, load.gap, first)
+        pace = self.allowance.pace(self.cost, load.beside, first)
         seconds = self.cost.coefficients.prefill_seconds(first, count) * self.cost.bias
-        wait = memory_wait(request, count, load.free, load.freed) / HOPE
+        wait = 0.0  # for memory
+        if load.freed is not None and not request.sibling:  # completions of one prompt share it
+            wait = max(0.0, count - load.free) / load.freed / HOPE
         end = load.start + wait + (seconds / pace if pace > 0 else seconds)  # decodes that fill the step now may end
-        if end <= request.due:
+        if end <= request.deadline:
             return False
         request.predicted_ttft = end - request.arrival
         return True
@@ -117,95 +138,97 @@ class PromiseKeepers:
     def may_join(self, after: StepShape, gap: float) -> bool:
         return self.cost.predict(after) * self.cost.decode.tail <= gap
 
+    def is_possible(self, prefill: Prefill) -> bool:
+        idle = StepLoad(prefill.request.arrival, StepShape(), math.inf)
+        alone = forecast(self.cost, self.allowance, idle, Rows.of([prefill.pack()]), 0.0)
+        return bool(alone.ends[0] <= prefill.request.deadline)
 
-class _Walk:
-    """The queue as it would be served from now on, one prefill after the other."""
 
-    def __init__(self, cost: CostModel, allowance: Allowance, load: StepLoad) -> None:
-        self.cost, self.allowance = cost, allowance
-        self.start = self.clock = load.start
-        self.decodes, self.context, self.gap = load.shape.decodes, float(load.shape.context), load.gap
-        self.crowded = load.crowded
-        # Who decodes now must have ended by then; until then none is assumed to.
-        self.present = load.shape
-        self.drained = load.start + load.longest * load.gap if load.longest else load.start
-        self.free, self.freed = load.free, load.freed
-        self.step = 0.0  # seconds of the last step of the prompt that was just read
-        self.reach = 0  # tokens of context that this step read
+class _Screening:
+    """Newcomers among the prompts that are not computed yet, in the order of service."""
 
-    def serve(self, prefill: Prefill) -> float | None:
-        """Seconds that it takes to read a prompt at the pace that decodes leave it; None where they leave none.
+    def __init__(self, admission: DeadlineAdmission, newcomers: Sequence[Request], prefills: list[Prefill]) -> None:
+        self.admission = admission
+        self.newcomers = list(newcomers)
+        self.requests = [prefill.request for prefill in prefills]
+        self.rows = Rows.of([prefill.request.packed or prefill.pack() for prefill in prefills])
+        self._loads = {tenant: admission.busy(tenant) for tenant in {request.tenant for request in newcomers}}
+        self.busy = max(self._loads.values(), default=0.0)
+        self._find()
 
-        When it is read it decodes itself and slows the next ones.
+    def _find(self) -> None:
+        order = {request: number for number, request in enumerate(self.newcomers)}
+        self._places = [place for place, request in enumerate(self.requests) if request in order]
+        self._order = {place: order[self.requests[place]] for place in self._places}  # the last of them is the newest
+
+    def remove(self, victims: Sequence[Request]) -> None:
+        gone = set(victims)
+        stay = np.array([request not in gone for request in self.requests], np.bool_)
+        self.rows = self.rows.take(stay)
+        self.requests = [request for request in self.requests if request not in gone]
+        self.newcomers = [request for request in self.newcomers if request not in gone]
+        self._find()
+
+    def predict(self, found: Forecast) -> Iterator[tuple[Request, float]]:
+        """Notes when the first tokens of newcomers come; gives the seconds that reading each will take."""
+        for place in self._places:
+            request = self.requests[place]
+            if request.due < math.inf:
+                request.predicted_ttft = float(found.ends[place]) - request.arrival
+                yield request, float(found.seconds[place])
+
+    def victims(self, found: Forecast) -> list[Request]:
+        """The newcomers to refuse, in the order of service: the newest of those before a promise that would be broken.
+
+        A prompt that is late needs their time; one that finds no room among the decodes needs the place of one.
         """
-        request, first, count = prefill
-        reach = first + count  # read by each of its slices at most
-        self._wait_for_memory(request, count)
-        if not self._can(request, reach) and self.clock < self.drained < math.inf:
-            self._drain()
-        if not self._can(request, reach):
-            return None
-        pace = self._pace(reach) or 1.0  # with nobody decoding it gets on even where a step takes too long
-        self.step = self.allowance.step(self.cost, self.decodes, self.context, self.gap, reach)
-        c = self.cost.coefficients
-        seconds = (c.prefill_seconds(first, count) + c.unfilled_seconds(first, count)) * self.cost.bias / pace
-        self.clock += seconds
-        self.context += self.decodes * seconds / self.step  # those who decode write a token a step
-        if request.max_tokens > 1:
-            self.context += reach
-            self.decodes, self.gap = self.decodes + 1, min(self.gap, request.gap_target)
-        self.reach = reach
-        return seconds
+        late = self._lateness(found)
+        gone: set[int] = set()
+        before: list[int] = []  # places of newcomers up to here that may be refused, the newest last
+        unseen = deque(self._places)
+        relief, freed = 0.0, 0  # seconds and places among the decodes that refusals have given back
+        for place in np.flatnonzero(late > 0).tolist():
+            while unseen and unseen[0] <= place:
+                one = unseen.popleft()
+                if self.requests[one].deadline < math.inf:
+                    insort(before, one, key=self._order.__getitem__)
+            has_room = found.ends[place] < math.inf
+            while place not in gone and (late[place] > relief if has_room else freed < 1):
+                victim = next((one for one in reversed(before) if self._minds(place, one)), None)
+                if victim is None:
+                    break
+                before.remove(victim)
+                gone.add(victim)
+                relief += float(found.seconds[victim])
+                freed += 1
+            if place not in gone and not has_room:
+                freed -= 1
+        self._predict_refused(found, sorted(gone))
+        return [self.requests[place] for place in sorted(gone)]
 
-    def _wait_for_memory(self, request: Request, count: int) -> None:
-        if request.state is State.WAITING:  # what the others need was counted
-            self.clock = max(self.clock, self.start + memory_wait(request, count, self.free, self.freed))
-            if request.max_tokens > 1 and not request.sibling:
-                self.free -= count
+    def _minds(self, place: int, newcomer: int) -> bool:
+        return self.admission.minds(self.requests[place], self.requests[newcomer])
 
-    def first_token(self, request: Request, seconds: float, busy: float) -> float:
-        """When the prompt that was just read brings its first token: at the end of a step, whatever else that carries.
+    def _lateness(self, found: Forecast) -> Array:
+        """Seconds by which each first token would be late; infinite where it finds no room.
 
-        The step will be cut short for it if it must (see Budget.tighten), which costs the others one step more.
+        While a newcomer is read, others will come with less slack and go before it: as in a queue with priorities, its
+        own work takes 1 / (1 - load) times as long.
         """
-        bias = self.cost.bias
-        end = self.clock + self.step * bias
-        if end > request.due and self.allowance.cuts:
-            more = least_step(self.cost, self.decodes, self.context, self.reach) * bias
-            if busy < QUIET or more <= WORTH * seconds:
-                self.clock += more
-                end = self.clock
-        # Errors of single steps add up as in a random walk: one spread of their sum is to spare.
-        return end + self.cost.prefill.spread * math.sqrt(self.step * max(0.0, end - self.start))
+        with np.errstate(invalid="ignore"):  # no room, and no promise either
+            late = np.nan_to_num(found.ends - self.rows.deadline, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        for place in self._places:
+            busy = self._loads[self.requests[place].tenant]
+            late[place] += found.seconds[place] * busy / (1 - busy)
+        return late
 
-    def _pace(self, reach: int) -> float:
-        pace = self.allowance.pace(self.cost, self.decodes, self.context, self.gap, reach)
-        return min(pace, 1 - BATCH_SHARE) if self.crowded else pace
-
-    def _can(self, request: Request, reach: int) -> bool:
-        """Whether a prompt gets on at all, and may decode afterwards."""
-        if not self.decodes:
-            return True  # waiting would not make it any better; and who serves nobody learns nothing
-        if self._pace(reach) <= 0:
-            return False
-        after = decodes_alone(self.decodes + 1, int(self.context + reach))
-        gap = min(self.gap, request.gap_target)
-        return request.max_tokens == 1 or self.cost.predict(after) * self.cost.decode.tail <= gap
-
-    def _drain(self) -> None:
-        """Waits until all who decode now have ended."""
-        self.clock = self.drained
-        self.decodes = max(0, self.decodes - self.present.decodes)
-        self.context = max(0.0, self.context - self.present.context)
-        if not self.decodes:
-            self.gap = math.inf
-
-
-def memory_wait(request: Request, count: int, free: float, freed: float | None) -> float:
-    """Seconds that a prompt waits for memory, where it lacks some and it is known how fast that comes free."""
-    if freed is None or request.sibling:
-        return 0.0  # completions of one prompt share it
-    return max(0.0, count - free) / freed
+    def _predict_refused(self, found: Forecast, places: list[int]) -> None:
+        """When their first tokens would have come, each without the others that are refused with it."""
+        relief = 0.0
+        for place in places:
+            request = self.requests[place]
+            request.predicted_ttft = float(found.ends[place]) - relief - request.arrival
+            relief += float(found.seconds[place])
 
 
 class _Loads:

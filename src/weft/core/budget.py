@@ -9,6 +9,8 @@ IDLE_STEP = 0.25  # seconds a step may take where nobody decodes, so that a newc
 LEAST_SLICE = 16  # tokens
 HARMLESS = 0.95  # of the pace of prefill: what is left of it if a wish for a smaller gap is to be granted
 BATCH_SHARE = 0.5  # of the tightest gap: most that a decode step may take for the batch class to be in it
+YIELDS = 0.6  # of `chunked`'s pace of prefill: a default gap target gives way where it would leave less
+STARVED = 0.25  # of the same: where a promised gap leaves less, the operator is told
 
 
 class StepLoad(NamedTuple):
@@ -16,12 +18,30 @@ class StepLoad(NamedTuple):
 
     start: float  # when the step will begin: now, or when the one in flight is predicted to end
     shape: StepShape  # of the decodes
-    gap: float  # seconds; the tightest gap target among them, infinite where there is none
+    gap: float  # seconds; the tightest promised gap among them, infinite where there is none
+    soft_gap: float = math.inf  # seconds; the tightest default gap target among them, which gives way
     longest: int = 0  # tokens that the one of them with most to write may still write
     crowded: bool = False  # whether batch requests, which are not counted here, decode beside them
     wish: float = math.inf  # seconds; the tightest gap that one of them wishes for beyond what all are promised
     free: float = math.inf  # tokens of KV memory that newcomers find
     freed: float | None = None  # tokens that come free in a second; None: not known
+
+    @property
+    def beside(self) -> "Beside":
+        return Beside(self.shape.decodes, self.shape.context, self.gap, self.soft_gap)
+
+
+class Beside(NamedTuple):
+    """The decodes that a prefill shares its steps with."""
+
+    decodes: int
+    context: float  # tokens that they read
+    gap: float  # seconds; the tightest promised gap among them
+    soft_gap: float = math.inf  # seconds; the tightest default target among them
+
+    @property
+    def has_target(self) -> bool:
+        return self.gap < math.inf or self.soft_gap < math.inf
 
 
 class Budget(Protocol):
@@ -48,12 +68,16 @@ class Allowance(Protocol):
 
     def budget(self, load: StepLoad) -> Budget: ...
 
-    def step(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
-        """Seconds that a full step takes beside so many decodes, with a slice that reads `reach` tokens of context."""
+    def step(self, cost: CostModel, beside: Beside, reach: float) -> float:
+        """Seconds that a full step takes beside these decodes, with a slice that reads `reach` tokens of context."""
         ...
 
-    def pace(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
-        """Seconds of prefill work that are done in a second beside so many decodes; 0 where these fill the step."""
+    def pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
+        """Seconds of prefill work that are done in a second beside these decodes; 0 where these fill the step."""
+        ...
+
+    def starves(self, load: StepLoad) -> bool:
+        """Whether a promised gap leaves prompts less than STARVED of the pace that `chunked` would give them."""
         ...
 
 
@@ -69,12 +93,16 @@ class FixedTokens:
     def budget(self, load: StepLoad) -> Budget:
         return TokenBudget(self.tokens - load.shape.decodes)
 
-    def step(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
-        work = self._work(cost, decodes, reach)
-        return max(least_step(cost, decodes, context, reach), _aside(cost, decodes, context, reach) + work)
+    def step(self, cost: CostModel, beside: Beside, reach: float) -> float:
+        work = self._work(cost, beside.decodes, reach)
+        least = least_step(cost, beside.decodes, beside.context, reach)
+        return max(least, _aside(cost, beside.decodes, beside.context, reach) + work)
 
-    def pace(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
-        return self._work(cost, decodes, reach) / self.step(cost, decodes, context, gap, reach)
+    def pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
+        return self._work(cost, beside.decodes, reach) / self.step(cost, beside, reach)
+
+    def starves(self, load: StepLoad) -> bool:
+        return False
 
     def _work(self, cost: CostModel, decodes: int, reach: float) -> float:
         """Seconds of prefill in a step; of attention's waves, what they take half-way through the prompt."""
@@ -100,34 +128,54 @@ class UpToTheGap:
     def __init__(self, cost: CostModel, tokens: int) -> None:
         self.cost = cost
         self.tokens = tokens
+        self._chunked = FixedTokens(tokens)
 
     def budget(self, load: StepLoad) -> Budget:
-        tokens = self.tokens - load.shape.decodes
-        gap = load.wish if self._is_harmless(load) else load.gap
-        seconds = self.step(self.cost, 0, 0, gap, 0)
-        return TimeBudget(self.cost, load.shape, seconds, tokens, gap)
+        beside = load.beside
+        if self._is_harmless(load):
+            beside = beside._replace(gap=min(beside.gap, load.wish))
+        seconds = self.step(self.cost, beside, 0)
+        # Where a default target gives way, what it gives way to is the gap.
+        gap = min(beside.gap, seconds * self.cost.margin) if beside.has_target else math.inf
+        return TimeBudget(self.cost, load.shape, seconds, self.tokens - load.shape.decodes, gap)
 
     def _is_harmless(self, load: StepLoad) -> bool:
         """Whether prompts get on nearly as fast with the gap that is wished for as with the one that is promised."""
-        if load.wish >= load.gap:
+        if load.wish >= min(load.gap, load.soft_gap):
             return False
-        decodes, context = load.shape.decodes, load.shape.context
-        pace = self.pace(self.cost, decodes, context, load.gap, 0)
-        return self.pace(self.cost, decodes, context, load.wish, 0) >= HARMLESS * pace
+        pace = self.pace(self.cost, load.beside, 0)
+        return self.pace(self.cost, load.beside._replace(gap=load.wish), 0) >= HARMLESS * pace
 
-    def step(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
-        return IDLE_STEP if gap == math.inf else gap / cost.margin
+    def step(self, cost: CostModel, beside: Beside, reach: float) -> float:
+        if not beside.has_target:
+            return IDLE_STEP
+        seconds = beside.gap / cost.margin
+        if beside.soft_gap < beside.gap:
+            seconds = min(seconds, max(beside.soft_gap / cost.margin, self._yielding_step(cost, beside)))
+        return seconds
 
-    def pace(self, cost: CostModel, decodes: int, context: float, gap: float, reach: float) -> float:
-        step = self.step(cost, decodes, context, gap, reach)
+    def _yielding_step(self, cost: CostModel, beside: Beside) -> float:
+        """The step in which prompts get on at YIELDS of the pace that `chunked` would give them."""
+        aside = _aside(cost, beside.decodes, beside.context, 0)
+        chunked = self._chunked.step(cost, beside, 0)
+        return min(chunked, aside / (1 - YIELDS * (1 - aside / chunked)))
+
+    def starves(self, load: StepLoad) -> bool:
+        if not load.shape.decodes or load.gap == math.inf:
+            return False
+        beside = load.beside._replace(soft_gap=math.inf)
+        return self.pace(self.cost, beside, 0) < STARVED * self._chunked.pace(self.cost, beside, 0)
+
+    def pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
+        decodes, context = beside.decodes, beside.context
+        step = self.step(cost, beside, reach)
         least = least_step(cost, decodes, context, reach)
         if least > step:
             return 0.0
         c = cost.coefficients
         if c.wave or c.grain > 1:
-            beside = StepShape(decodes, decodes=decodes, context=context)
             tokens = max(1, self.tokens - decodes)
-            return min(c.efficiency(beside, int(first), tokens, step) for first in (reach / 2, reach))
+            return min(c.efficiency(decodes, context, int(first), tokens, step) for first in (reach / 2, reach))
         aside = _aside(cost, decodes, context, reach)
         # Where the number of tokens bounds a step, its attention grows with the prompt: a quarter of the end counts.
         work = (c.token + c.pair * reach / 4) * max(0, self.tokens - decodes)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from weft.core.refit import Refit
 
+Array = NDArray[np.float64]
 TILES = 16  # of a wave: where programs divide a context, they take its queries by so many
 FEWEST = 1 / 12  # of a wave's time: as long as reading a context takes, for however few queries
 BETTER = 1.02  # how many times as many tokens a second a slice must bring that is smaller than it could be
@@ -120,26 +121,33 @@ class Coefficients:
         """What `count` tokens behind `first` add to steps that are bound by arithmetic, in full waves."""
         return self.token * count + (self.pair + self.wave_pair) * slice_pairs(first, count)
 
-    def unfilled_seconds(self, first: int, count: int) -> float:
-        """What the lumps that a prompt does not fill take, where it has the step for itself: half of the last ones."""
-        share = min(1.0, count / self.wave) / 2 if self.wave else 0.0
-        return share * (self.token * self.grain + self.reach * (first + count))
+    def prompt_seconds(self, first: Array, left: Array) -> Array:
+        """What it takes to read prompts, `left` tokens behind `first`. Half of the last lump of each stays unfilled."""
+        seconds = self.token * left + (self.pair + self.wave_pair) * left * (first + (left + 1) / 2)
+        if self.wave:
+            seconds += np.minimum(1.0, left / self.wave) / 2 * (self.token * self.grain + self.reach * (first + left))
+        return seconds
 
-    def efficiency(self, shape: StepShape, first: int, most: int, limit: float) -> float:
-        """Of the seconds of a step of `shape` and as much of a prefill behind `first` as `limit` leaves, how many are
-        the prefill's (see `prefill_seconds`). Near what `best_slice` would find, in less time.
+    def efficiency(self, decodes: int, context: float, first: int, most: int, limit: float) -> float:
+        """Of the seconds of a step with these decodes and as much of a prefill behind `first` as `limit` leaves, how
+        many are the prefill's (see `prefill_seconds`). Near what `best_slice` would find, in less time.
         """
-        left = limit - self.predict(shape._replace(tokens=0)) + self.weights - self.slice - self.prefill
-        each = self.token + self.pair * first  # but for waves
+        token, pair, reach, grain = self.token, self.pair, self.reach, self.grain
+        aside = self.fixed + self.decode * decodes + self.context * context + self.slice + self.prefill
+        left = limit - aside
+        each = token + pair * first  # but for waves
         wave = self.wave or most
-        waves = int(left / max(wave * each + self.reach * first, 1e-12)) if self.wave else 0
+        waves = int(left / max(wave * each + reach * first, 1e-12)) if self.wave else 0
+        both = pair + self.wave_pair
         best = 0.0
         for number in (0.125, waves, waves + 1):  # where no wave fits, an eighth of one may
-            room = min((left - self.reach * first * number) / max(each, 1e-12), 1e9)
-            count = min(int(wave * number), most, int(room) // self.grain * self.grain - shape.tokens)
+            room = min((left - reach * first * number) / max(each, 1e-12), 1e9)
+            count = min(int(wave * number), most, int(room) // grain * grain - decodes)
             if count > 0:
-                work, seconds = self.prefill_seconds(first, count), self.predict(self.with_slice(shape, first, count))
-                best = max(best, work / max(seconds, 1e-12))
+                pairs = count * (first + (count + 1) / 2)
+                arithmetic = max(self.weights, token * self._places(decodes + count))
+                seconds = aside + arithmetic + pair * pairs + reach * slice_reach(first, count, self.wave)
+                best = max(best, (token * count + both * pairs) / max(seconds, 1e-12))
         return best
 
     def largest_slice(self, shape: StepShape, first: int, most: int, limit: float) -> int:

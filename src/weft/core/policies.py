@@ -9,7 +9,7 @@
 
 from dataclasses import dataclass
 
-from weft.core.admission import Admission, Everybody, PromiseKeepers
+from weft.core.admission import Admission, AdmitAll, DeadlineAdmission
 from weft.core.budget import Allowance, FixedTokens, UpToTheGap, WholePrompts
 from weft.core.cost import CostModel, StepShape
 from weft.core.queue import ByArrival, BySlack, Order
@@ -37,18 +37,18 @@ class Policy:
 
 
 def chunked(max_num_batched_tokens: int) -> Policy:
-    return Policy(FixedTokens(max_num_batched_tokens), ByArrival(), Everybody())
+    return Policy(FixedTokens(max_num_batched_tokens), ByArrival(), AdmitAll())
 
 
 def monolithic(max_num_batched_tokens: int) -> Policy:
-    return Policy(WholePrompts(max_num_batched_tokens), ByArrival(), Everybody())
+    return Policy(WholePrompts(max_num_batched_tokens), ByArrival(), AdmitAll())
 
 
 def slo(cost: CostModel, max_num_batched_tokens: int) -> Policy:
     allowance = UpToTheGap(cost, max_num_batched_tokens)
-    return Policy(allowance, BySlack(cost), PromiseKeepers(cost, allowance), cost)
+    return Policy(allowance, BySlack(cost), DeadlineAdmission(cost, allowance), cost)
 
 
 def slo_order(cost: CostModel, chunk: int) -> Policy:
     allowance = FixedTokens(chunk)
-    return Policy(allowance, BySlack(cost), PromiseKeepers(cost, allowance), cost)
+    return Policy(allowance, BySlack(cost), DeadlineAdmission(cost, allowance), cost)

@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 from weft.core.cost import CostModel
+from weft.core.promises import Source
 from weft.core.request import Rank, Request, State
 from weft.core.tenants import DEBT, INPUT_WEIGHT, Account
 
@@ -52,6 +53,8 @@ class BySlack:
             start = request.arrival + PATIENCE
         else:
             start = request.due - self.cost.coefficients.prefill_seconds(0, request.known)
+            if request.ttft_source is Source.DEFAULT:  # what was promised goes first
+                start += PATIENCE
         start += TURN * request.turn
         return (request.batch, request.priority, request.precedence, start, request.arrival, request.id)
 
@@ -190,10 +193,10 @@ class Levels:
 
 
 def line_up(
-    started: list[Request], queue: Queue, overtakes: bool, left: Callable[[Request], int], now: float
+    waiting: Iterable[Request], started: list[Request], overtakes: bool, left: Callable[[Request], int], now: float
 ) -> list[Request]:
     """All prefills in the order in which they would be served if nothing else came."""
-    everybody = sorted([*started, *queue], key=_rank)
+    everybody = sorted([*waiting, *started], key=_rank)  # the queue is in order: sorting it again is quick
     if not overtakes:
         everybody.sort(key=_waits)
     if len({request.account for request in everybody}) <= 1:

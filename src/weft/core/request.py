@@ -5,6 +5,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from weft.core.promises import Source
 from weft.core.tenants import Account
 
 Rank = tuple[float | str, ...]  # smaller goes first
@@ -32,6 +33,8 @@ class Request:
     batch: bool = False  # makes no promise and fills the slack behind everybody else
     ttft_target: float = math.inf  # seconds from arrival to the first token
     gap_target: float = math.inf  # seconds between tokens
+    ttft_source: Source = Source.REQUEST  # who set the target: nobody is refused for a default
+    gap_source: Source = Source.REQUEST
     gap_wish: float = math.inf  # less than the target: given as far as it costs the others next to nothing
     reuse_prefix: bool = True  # False: compute every token, even where the cache has it (prompt logprobs)
     hashes: list[Hashable] = field(default_factory=list)  # chained, one per full block of tokens with known values
@@ -45,6 +48,7 @@ class Request:
     account: Account | None = None  # its tenant's, once it was added
     tag: float | None = None  # its tenant's service when it started, before its prompt was charged; None: not yet
     expected_hits: int = 0  # prompt tokens that were in the prefix cache when it was screened
+    packed: bytes = b""  # what the forecast needs to know of it while it waits; see `forecast.pack`
     blocks: list[int] = field(default_factory=list)
     named: int = 0  # of its blocks, how many were offered to the prefix cache
 
@@ -65,13 +69,28 @@ class Request:
         return self.prompt_tokens + self.max_tokens
 
     @property
+    def firm_gap(self) -> float:
+        """Seconds promised between its tokens; infinite where nothing is."""
+        return math.inf if self.gap_source is Source.DEFAULT else self.gap_target
+
+    @property
+    def soft_gap(self) -> float:
+        """Seconds between its tokens that are aimed at and not promised."""
+        return self.gap_target if self.gap_source is Source.DEFAULT else math.inf
+
+    @property
     def wishes_more(self) -> bool:
         return self.gap_wish < self.gap_target
 
     @property
     def due(self) -> float:
-        """When its first token is promised."""
+        """When its first token should come."""
         return self.arrival + self.ttft_target
+
+    @property
+    def deadline(self) -> float:
+        """When its first token is promised; infinite where it is not."""
+        return math.inf if self.ttft_source is Source.DEFAULT else self.arrival + self.ttft_target
 
     @property
     def age_key(self) -> tuple[bool, int, float, str]:

@@ -6,19 +6,23 @@ what came of it, in the same order; when a plan is made, at most one earlier one
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, takewhile
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.admission import Prefill
 from weft.core.blocks import BlockPool
-from weft.core.budget import BATCH_SHARE, Budget, StepLoad
+from weft.core.budget import BATCH_SHARE, IDLE_STEP, Budget, StepLoad
 from weft.core.cost import StepShape, decodes_alone, slice_pairs, slice_reach
 from weft.core.draft import NO_SLOTS, Draft, ints
+from weft.core.forecast import Prefill
+from weft.core.host import HostCost
 from weft.core.policies import Policy
 from weft.core.prefix import PrefixCache
+from weft.core.promises import Source
 from weft.core.queue import Queue, Turns, line_up, service_of
 from weft.core.request import Request, State
 from weft.core.slots import Slots
@@ -28,7 +32,8 @@ from weft.core.turnover import Turnover
 from weft.errors import QueueFullError, RequestError
 
 NOBODY: frozenset[Request] = frozenset()
-MOST_SCREENED = 64  # promised newcomers in one plan, each of which walks the queue; a burst of more takes several
+SCREENING_SHARE = 0.04  # of the tightest gap target: most that screening may take of one plan
+FEWEST_VISITS = 16  # queue entries that a plan looks at for screening, however slow the host
 
 
 class Scheduler:
@@ -46,8 +51,10 @@ class Scheduler:
         max_queued_tokens: int | None = None,
         tenant_weights: Mapping[str, float] | None = None,
         wave: int = 0,
+        host: HostCost | None = None,
     ) -> None:
         self.policy = policy
+        self.host = host or HostCost()
         self.wave = wave  # queries of a prefill slice that read its context together; 0: all
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -346,7 +353,7 @@ class Scheduler:
             return True
         count = shape.decodes + len(prefills)
         context = shape.context + sum(other.known for other in prefills)
-        gap = min(gap, min(other.gap_target for other in prefills))
+        gap = min(gap, min(other.firm_gap for other in prefills))
         share = BATCH_SHARE if request.batch else 1.0
         return self.policy.admission.may_join(decodes_alone(count, context), gap * share)
 
@@ -390,8 +397,9 @@ class Scheduler:
     def _load(self, decodes: NDArray[np.int64], now: float) -> StepLoad:
         count = len(decodes)
         context = int(self.slots.planned[decodes].sum()) + count
-        gap = float(self.slots.gap_target[decodes].min()) if count else math.inf
-        return StepLoad(max(now, self._device_free), decodes_alone(count, context), gap)
+        gap = float(self.slots.gap_target[decodes].min(initial=math.inf))
+        soft_gap = float(self.slots.soft_gap[decodes].min(initial=math.inf))
+        return StepLoad(max(now, self._device_free), decodes_alone(count, context), gap, soft_gap)
 
     def _firm_load(self, load: StepLoad) -> StepLoad:
         """The load without the batch class, which gives way; and how long until all of it must have ended."""
@@ -519,7 +527,7 @@ class Scheduler:
     def _loss(self, request: Request) -> tuple[bool, int, bool, float, float, str]:
         """Smaller is easier to give up: the lowest class, then one that is promised nothing, then the least work."""
         work = self.policy.work(int(self.slots.computed[request.slot]))
-        promised = request.gap_target < math.inf or request.due < math.inf
+        promised = request.firm_gap < math.inf or request.deadline < math.inf
         return not request.batch, -request.priority, promised, work, -request.arrival, request.id
 
     def _check_queue(self, request: Request) -> None:
@@ -537,25 +545,56 @@ class Scheduler:
             )
 
     def _screen(self, load: StepLoad, now: float) -> None:
-        """Refuses newcomers that would be late, or make others late, and those whose time has run out in the queue."""
-        admission = self.policy.admission
-        if self._fresh or self.queue:
-            load = self._firm_load(load)
-        newcomers, self._fresh = self._fresh, []
-        screened = 0
-        for request in newcomers:
-            screened += request.due < math.inf
-            if screened > MOST_SCREENED and request.due < math.inf:
-                self._fresh.append(request)
-                continue
-            self._fresh_tokens -= request.known
-            hits = self.cache.match(request.hashes, 0, self._shareable(request))
-            request.expected_hits = len(hits) * self.block_size
-            self.queue.add(request)
-            if not admission.screen(request, lambda: self._prefills(load.start), self._load_for(request, load)):
+        """Refuses newcomers that would be late or make others late, and requests whose time ran out in the queue.
+
+        A burst is screened in parts, the earliest deadline first, so that no plan takes long.
+        """
+        if not self._fresh and not self.queue:
+            return
+        load = self._firm_load(load)
+        visits = self._visits(load)
+        self._fresh.sort(key=_screening_order)
+        while self._fresh and visits > 0:
+            newcomers = _of_one_class(self._fresh[:visits])
+            del self._fresh[: len(newcomers)]
+            visits -= len(newcomers)
+            for request in newcomers:
+                self._meet(request)
+            screened = self.policy.admission.screen(
+                newcomers, partial(self._prefills, load.start), self._load_for(newcomers[0], load), visits
+            )
+            for request in screened.kept:
+                self._fresh_tokens -= request.known
+                self.queue.add(request)
+            for request in screened.refused:
+                self._fresh_tokens -= request.known
                 self._refuse(request, now)
-        while hopeless := [request for request in self.queue.heads() if self._is_hopeless(request, load)]:
+            if screened.left:
+                self._fresh[:0] = screened.left
+                break
+        self._refuse_hopeless(load, now)
+
+    def _visits(self, load: StepLoad) -> int:
+        """How many queue entries this plan may look at for screening: a small share of the tightest gap target."""
+        gap = min(load.gap, load.soft_gap, IDLE_STEP)
+        return max(FEWEST_VISITS, int(SCREENING_SHARE * gap / self.host.visit))
+
+    def _meet(self, request: Request) -> None:
+        """Finds out what the prefix cache has of a newcomer, and whether its promise is possible at all."""
+        hits = self.cache.match(request.hashes, 0, self._shareable(request))
+        request.expected_hits = len(hits) * self.block_size
+        if request.ttft_source is Source.OPERATOR and not self.policy.admission.is_possible(self._left_of(request)):
+            request.ttft_target = math.inf  # served behind the promised ones
+            request.rank = self.policy.order.rank(request)
+        request.packed = self._left_of(request).pack()
+
+    def _refuse_hopeless(self, load: StepLoad, now: float) -> None:
+        for _ in range(FEWEST_VISITS):
+            hopeless = [request for request in self.queue.heads() if self._is_hopeless(request, load)]
+            if not hopeless:
+                return
             for request in hopeless:
+                self.queue.remove(request)
                 self._refuse(request, now)
 
     def _is_hopeless(self, request: Request, load: StepLoad) -> bool:
@@ -569,14 +608,14 @@ class Scheduler:
         return load._replace(free=math.inf) if self._somebody_may_give_way(request) else load
 
     def _refuse(self, request: Request, now: float) -> None:
-        self.queue.remove(request)
         self._end(request, "refused", now)
         self.refused.append(request)
 
-    def _prefills(self, now: float) -> list[Prefill]:
+    def _prefills(self, now: float, newcomers: Sequence[Request] = ()) -> list[Prefill]:
         """All prompts that are not computed yet, in the policy's order."""
         overtakes = self.policy.order.overtakes
-        order = line_up(self._prefilling, self.queue, overtakes, lambda r: self._left_of(r).left, now)
+        waiting = chain(self.queue, newcomers)
+        order = line_up(waiting, self._prefilling, overtakes, lambda r: self._left_of(r).left, now)
         return [self._left_of(request) for request in order]
 
     def _left_of(self, request: Request) -> Prefill:
@@ -598,11 +637,13 @@ class Scheduler:
         self._draft.lost_tokens += lost
         self._unseat(request)
         request.state = State.WAITING
+        request.packed = self._left_of(request).pack()
         self.queue.add(request)
 
     def _seat(self, request: Request) -> None:
         self.slots.take(request)
         request.state = State.RUNNING
+        request.packed = b""  # from now on it changes with every slice
         self.running.add(request)
         account = _account(request)
         account.seats += 1
@@ -725,6 +766,17 @@ class Scheduler:
 def _account(request: Request) -> Account:
     assert request.account is not None, "only requests that were added have an account"
     return request.account
+
+
+def _of_one_class(requests: list[Request]) -> list[Request]:
+    """The first requests, as far as they are of the class of the very first."""
+    own = requests[0].rank[:2]
+    return list(takewhile(lambda request: request.rank[:2] == own, requests))
+
+
+def _screening_order(request: Request) -> tuple[object, ...]:
+    """Classes apart, then the earliest deadline first."""
+    return (*request.rank[:2], request.due, request.arrival)
 
 
 def _age(request: Request) -> tuple[bool, int, float, str]:

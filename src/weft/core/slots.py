@@ -21,7 +21,8 @@ class Slots:
         self.planned = np.zeros(size, np.int64)  # tokens that some plan has computed or will
         self.computed = np.zeros(size, np.int64)  # tokens whose step was committed
         self.limit = np.zeros(size, np.int64)
-        self.gap_target = np.full(size, np.inf)  # seconds between its tokens
+        self.gap_target = np.full(size, np.inf)  # seconds promised between its tokens
+        self.soft_gap = np.full(size, np.inf)  # seconds that are aimed at and not promised
         self.gap_wish = np.full(size, np.inf)
         self.batch = np.zeros(size, np.bool_)
         self.capacity = np.zeros(size, np.int64)  # tokens that fit into the blocks it holds
@@ -40,7 +41,8 @@ class Slots:
         self.occupant[slot] = request
         self.known[slot] = request.known
         self.limit[slot] = request.limit
-        self.gap_target[slot] = request.gap_target
+        self.gap_target[slot] = request.firm_gap
+        self.soft_gap[slot] = request.soft_gap
         self.gap_wish[slot] = request.gap_wish
         self.batch[slot] = request.batch
         self.planned[slot] = self.computed[slot] = self.capacity[slot] = 0

@@ -1,0 +1,187 @@
+"""The forecast: when every prompt that is not computed yet would bring its first token, if nothing else arrived.
+
+It walks the prompts in the order of service. Each is read at the pace that decodes leave it; then it decodes itself and
+slows the prompts behind it. No running request is assumed to end before all of them must have, so the forecast errs on
+the late side.
+
+The cost model is asked for at most GROUPS paces, however long the queue: in a longer one, neighbours share a pace, the
+slowest that one of them would have. All else is arithmetic on arrays.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.budget import BATCH_SHARE, Allowance, Beside, StepLoad, least_step
+from weft.core.cost import CostModel, decodes_alone
+from weft.core.request import Request, State
+
+GROUPS = 16
+QUIET = 0.25  # load up to which a step may be cut short for any first token; above,
+WORTH = 0.5  # only where that costs no more than this share of the request's own work
+
+Array = NDArray[np.float64]
+_ROW = struct.Struct("7d")
+
+
+class Prefill(NamedTuple):
+    """A prompt, or what is left of one."""
+
+    request: Request
+    first: int  # tokens that are computed or cached
+    left: int  # tokens to compute
+
+    def pack(self) -> bytes:
+        """The row of a forecast. A request that waits keeps it, so that long queues become arrays in no time."""
+        request = self.request
+        decodes = request.max_tokens > 1
+        waits_for_memory = request.state is State.WAITING and not request.sibling
+        firm, soft = request.firm_gap, request.soft_gap
+        memory = self.left if waits_for_memory else 0.0
+        return _ROW.pack(self.first, self.left, decodes, firm, soft, request.deadline, memory)
+
+
+class Rows(NamedTuple):
+    """Prompts in the order of service, as columns."""
+
+    first: Array  # tokens that are computed or cached
+    left: Array  # tokens to compute
+    decodes: Array  # 1 where it decodes afterwards
+    gap: Array  # seconds; promised between its tokens, infinite where nothing is
+    soft_gap: Array  # seconds; a default target, which gives way
+    deadline: Array  # seconds on the scheduler's clock; infinite where no first token is promised
+    memory: Array  # tokens of KV memory that it must find free before it can start
+
+    @classmethod
+    def of(cls, packed: Sequence[bytes]) -> "Rows":
+        return cls(*np.frombuffer(b"".join(packed), np.float64).reshape(-1, _ROW.size // 8).T)
+
+    def take(self, places: NDArray[np.int64] | NDArray[np.bool_]) -> "Rows":
+        return Rows(*(column[places] for column in self))
+
+
+class Forecast(NamedTuple):
+    """Of each prompt, in the order of service."""
+
+    ends: Array  # when its first token comes; infinite where decodes leave it no room
+    seconds: Array  # that reading it takes; 0 where it has no room
+    visits: int  # paces that the cost model was asked for
+
+
+def forecast(cost: CostModel, allowance: Allowance, load: StepLoad, rows: Rows, busy: float) -> Forecast:
+    """`busy` is the load of late, from 0 to 1: above QUIET a step is not cut short for any first token."""
+    walk = _Walk(cost, allowance, load, rows, busy)
+    count = len(rows.first)
+    size = -(-count // GROUPS)
+    for begin in range(0, count, max(1, size)):
+        walk.serve(begin, min(begin + size, count))
+    return Forecast(walk.ends, walk.seconds, walk.visits)
+
+
+class _Walk:
+    """The queue as it would be served from now on."""
+
+    def __init__(self, cost: CostModel, allowance: Allowance, load: StepLoad, rows: Rows, busy: float) -> None:
+        self.cost, self.allowance, self.load, self.rows = cost, allowance, load, rows
+        self.quiet = busy < QUIET
+        self.clock = load.start
+        self.decodes, self.context = load.shape.decodes, float(load.shape.context)
+        self.gap, self.soft_gap = load.gap, load.soft_gap
+        # All that decode now must have ended by then; until then none is assumed to.
+        self.drained = load.start + load.longest * min(load.gap, load.soft_gap) if load.longest else load.start
+        self.free = load.free
+        self.is_full = False  # a prompt found no room even after the running requests had ended
+        count = len(rows.first)
+        self.work: Array = cost.coefficients.prompt_seconds(rows.first, rows.left) * cost.bias
+        self.reach: Array = rows.first + rows.left  # tokens of context that its last slice reads
+        self.ends = np.full(count, math.inf)
+        self.seconds = np.zeros(count)
+        self.visits = 0
+
+    def serve(self, begin: int, end: int) -> None:
+        """Reads these prompts, all at the pace of the slowest: the last, beside all before it."""
+        self._wait_for_memory(begin, end)
+        reach = float(self.reach[begin:end].max())
+        beside = self._state_behind(begin, end - 1)
+        pace = self._pace(beside, reach, end - 1)
+        if pace is None and self.clock < self.drained < math.inf:
+            self._drain()
+            beside = self._state_behind(begin, end - 1)
+            pace = self._pace(beside, reach, end - 1)
+        if pace is None:
+            if end - begin > 1 and not self.is_full:  # the first of them may have room
+                middle = (begin + end) // 2
+                self.serve(begin, middle)
+                self.serve(middle, end)
+            else:  # they wait until there is room, and no prompt waits for them
+                self.is_full = True
+            return
+        step = self.allowance.step(self.cost, beside, reach)
+        self.seconds[begin:end] = self.work[begin:end] / pace
+        clocks = self.clock + np.cumsum(self.seconds[begin:end])
+        read = float(clocks[-1]) - self.clock
+        self._note_ends(begin, end, clocks, step)
+        behind = self._state_behind(begin, end)
+        self.clock = float(clocks[-1])
+        self.decodes, self.gap, self.soft_gap = behind.decodes, behind.gap, behind.soft_gap
+        self.context = behind.context + beside.decodes * read / step  # each that decodes writes a token a step
+
+    def _note_ends(self, begin: int, end: int, clocks: Array, step: float) -> None:
+        """First tokens come at the end of a step, whatever else that carries. A step will be cut short for one that
+        is due (see Budget.tighten), which costs the others one step more; in a group, that is not counted with."""
+        bias = self.cost.bias
+        ends = clocks + step * bias
+        if end - begin == 1 and self.allowance.cuts and ends[0] > self.rows.deadline[begin]:
+            more = least_step(self.cost, self.decodes, self.context, float(self.reach[begin])) * bias
+            if self.quiet or more <= WORTH * self.seconds[begin]:
+                clocks[0] += more
+                ends = clocks
+        # Errors of single steps add up as in a random walk: one spread of their sum is to spare.
+        late = np.sqrt(step * np.maximum(0.0, ends - self.load.start))
+        self.ends[begin:end] = ends + self.cost.prefill.spread * late
+
+    def _state_behind(self, begin: int, end: int) -> Beside:
+        """The decodes when all these prompts have been read, without the tokens written meanwhile."""
+        if begin == end:
+            return Beside(self.decodes, self.context, self.gap, self.soft_gap)
+        decodes = self.rows.decodes[begin:end]
+        some = decodes > 0
+        return Beside(
+            self.decodes + int(decodes.sum()),
+            self.context + float((self.reach[begin:end] * decodes).sum()),
+            min(self.gap, float(self.rows.gap[begin:end].min(where=some, initial=math.inf))),
+            min(self.soft_gap, float(self.rows.soft_gap[begin:end].min(where=some, initial=math.inf))),
+        )
+
+    def _wait_for_memory(self, begin: int, end: int) -> None:
+        need = float(self.rows.memory[begin:end].sum())
+        if need and self.load.freed is not None:
+            self.clock = max(self.clock, self.load.start + max(0.0, need - self.free) / self.load.freed)
+        self.free -= float((self.rows.memory[begin:end] * self.rows.decodes[begin:end]).sum())
+
+    def _pace(self, beside: Beside, reach: float, last: int) -> float | None:
+        """Seconds of prefill work in a second; None where there is none, or where prompt `last` could not decode."""
+        self.visits += 1
+        pace = self.allowance.pace(self.cost, beside, reach)
+        if not beside.decodes:
+            return pace or 1.0  # waiting would not make it any better, and an engine that serves nothing learns nothing
+        if pace <= 0 or (self.rows.decodes[last] and not self._may_decode(beside, last)):
+            return None
+        return min(pace, 1 - BATCH_SHARE) if self.load.crowded else pace
+
+    def _may_decode(self, beside: Beside, last: int) -> bool:
+        after = decodes_alone(beside.decodes + 1, int(beside.context + self.reach[last]))
+        gap = min(beside.gap, float(self.rows.gap[last]))
+        return self.cost.predict(after) * self.cost.decode.tail <= gap
+
+    def _drain(self) -> None:
+        """Waits until all requests that decode now have ended."""
+        self.clock = self.drained
+        self.decodes = max(0, self.decodes - self.load.shape.decodes)
+        self.context = max(0.0, self.context - self.load.shape.context)
+        if not self.decodes:
+            self.gap = self.soft_gap = math.inf
