@@ -21,7 +21,7 @@ def engine_of_the_house() -> Engine:
     engine = virtual_engine(profile, Truth(profile.coefficients, 0.0, 0.0))
     assert engine.promises is not None
     least = 1.5 * engine.promises.calibration.decode_step
-    engine.promises = replace(engine.promises, targets=HOUSE, min_gap=least)
+    engine.promises = replace(engine.promises, targets=replace(HOUSE, min_gap=least))
     return engine
 
 

@@ -9,7 +9,7 @@ import pytest
 import weft
 from tests.engine.tiny import tiny_directory
 from weft.bench.virtual import virtual_engine
-from weft.core import Coefficients
+from weft.core import Coefficients, Source
 from weft.engine import build
 from weft.engine.calibration import Calibration
 from weft.engine.engine import Engine, Wishes
@@ -64,14 +64,42 @@ def test_a_folder_that_cannot_be_written_to_does_not_stop_the_engine(
 
 def test_what_cannot_be_in_time_is_refused_with_the_prediction(tmp_path: Path, measured: list[Any]) -> None:
     params = weft.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    with tiny(tmp_path, ttft_target_ms=2000.0, gap_target_ms=500.0) as llm:
-        fine, late = llm.generate([[1] * 5, [2] * 60], params, progress=False)
+    with tiny(tmp_path, ttft_target_ms=60_000.0, gap_target_ms=500.0) as llm:
+        fine, late = llm.generate([[1] * 5, [2] * 60], params, progress=False, ttft_target_ms=2000.0)
     assert fine.finish_reason == "length"
     assert late.finish_reason == "refused"
     assert late.token_ids == []
     assert late.metrics is not None
     assert late.metrics.predicted_ttft == pytest.approx(6.0, rel=0.2)
     assert (late.metrics.ttft_target, late.metrics.gap_target) == (2.0, 0.5)
+
+
+def test_what_an_idle_machine_could_not_read_in_the_operators_time_is_served_without_a_promise(
+    tmp_path: Path, measured: list[Any]
+) -> None:
+    params = weft.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with tiny(tmp_path, ttft_target_ms=2000.0, gap_target_ms=500.0) as llm:
+        fine, long = llm.generate([[1] * 5, [2] * 60], params, progress=False)
+    for one in (fine, long):
+        assert one.finish_reason == "length"
+        assert one.metrics is not None
+    assert fine.metrics is not None
+    assert fine.metrics.ttft_target == 2.0
+    assert long.metrics is not None
+    assert long.metrics.ttft_target is None
+    assert long.metrics.gap_target == 0.5
+
+
+def test_default_targets_refuse_nothing(tmp_path: Path, measured: list[Any]) -> None:
+    """Thirty prompts of six seconds each, where a first token in 1 s is aimed at."""
+    params = weft.SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    with tiny(tmp_path, default_targets=True) as llm:
+        assert llm.engine.promises is not None
+        assert llm.engine.promises.targets.ttft_source is Source.DEFAULT
+        done = llm.generate([[number + 1] * 60 for number in range(30)], params, progress=False)
+        (late,) = llm.generate([[2] * 60], params, progress=False, ttft_target_ms=1000.0)  # its own: a promise
+    assert {one.finish_reason for one in done} == {"length"}
+    assert late.finish_reason == "refused"
 
 
 def test_a_request_may_have_its_own_targets(tmp_path: Path, measured: list[Any]) -> None:

@@ -53,5 +53,5 @@ def virtual_engine(profile: Profile, truth: Truth) -> Engine:
         eos_ids=(),
         max_model_len=profile.max_model_len,
         seed=0,
-        promises=Promises(Targets(gap=math.inf), min_gap=0.0, calibration=known),
+        promises=Promises(Targets(gap=math.inf), calibration=known),
     )

@@ -71,7 +71,6 @@ def add_promise_arguments(parser: argparse.ArgumentParser) -> None:
         "--ttft-target-per-1k-ms",
         type=float,
         metavar="MS",
-        default=0.0,
         help="and on top of it, per 1,000 prompt tokens (default: 0)",
     )
     promise(

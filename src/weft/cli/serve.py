@@ -92,9 +92,14 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         metavar="URL",
         help="send OpenTelemetry spans there, as http://localhost:4318 (needs weft[otel]; default: nowhere)",
     )
+    add(
+        "--record-steps",
+        metavar="FILE",
+        help="write what every step carried, took and cost the host, as JSON lines (default: nowhere)",
+    )
     _promises_of_a_server(parser)
     _add_foreign(parser)
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
     read_environment(parser, os.environ)
 
 
@@ -110,12 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         given[name] = tuple(given[name])
     for option, value in arguments.foreign or ():
         print(f"weft: {option} {value}".rstrip() + " has no meaning here and is ignored", file=sys.stderr)
-    options = engine_options(arguments)
-    if arguments.policy != "slo":  # what nobody asked for is no contradiction
-        defaults = {action.dest: action.default for action in arguments.parser._actions}
-        for name in ("gap_target_ms", "ttft_target_ms", "ttft_target_per_1k_ms"):
-            if options[name] == defaults[name]:
-                options[name] = 0.0 if name.endswith("per_1k_ms") else None
+    options = {**engine_options(arguments), "default_targets": arguments.policy == "slo"}
     return serve(ServeOptions(**given), EngineOptions.of(**options, seed=arguments.seed))
 
 
@@ -170,22 +170,23 @@ def _add_foreign(parser: argparse.ArgumentParser) -> None:
 
 
 def _promises_of_a_server(parser: argparse.ArgumentParser) -> None:
-    """A server makes promises unless told not to."""
-    auto = "50, or two measured decode steps where that is more"
-    for name, default, about in (
-        ("gap_target_ms", "auto", f"promised time between tokens (default: {auto})"),
-        ("ttft_target_ms", 1000.0, "promised time to the first token (default: 1000)"),
-        ("ttft_target_per_1k_ms", 250.0, "and on top of it, per 1,000 prompt tokens (default: 250)"),
+    """A server has targets even where none is set; only those that are set are promises."""
+    aimed = "default: nothing is promised, and {} is aimed at"
+    auto = aimed.format("50, or two measured decode steps where that is more,")
+    for name, about in (
+        ("gap_target_ms", f"promised time between tokens ({auto})"),
+        ("ttft_target_ms", f"promised time to the first token ({aimed.format('1000')})"),
+        ("ttft_target_per_1k_ms", "and on top of it, per 1,000 prompt tokens (default: 250)"),
     ):
         action = next(action for action in parser._actions if action.dest == name)
-        action.default, action.help = default, about
-        if default == "auto":
+        action.help = about
+        if name == "gap_target_ms":
             action.type = _gap
 
 
-def _gap(text: str) -> float | str:
+def _gap(text: str) -> float | None:
     if text == "auto":
-        return text
+        return None
     try:
         return float(text)
     except ValueError:

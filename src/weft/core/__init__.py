@@ -2,24 +2,29 @@
 
 from weft.core.blocks import BlockPool
 from weft.core.cost import Coefficients, CostModel, StepShape
+from weft.core.host import HostCost
 from weft.core.policies import Policy, chunked, monolithic, slo, slo_order
 from weft.core.prefix import PrefixCache
-from weft.core.promises import Targets
+from weft.core.promises import Promise, Source, Targets
 from weft.core.request import Request, State
 from weft.core.scheduler import Scheduler
-from weft.core.step import BlockUpdates, Outcome, Slice, StepPlan, StepRecord
+from weft.core.step import BlockUpdates, HostTimes, Outcome, Slice, StepPlan, StepRecord
 
 __all__ = [
     "BlockPool",
     "BlockUpdates",
     "Coefficients",
     "CostModel",
+    "HostCost",
+    "HostTimes",
     "Outcome",
     "Policy",
     "PrefixCache",
+    "Promise",
     "Request",
     "Scheduler",
     "Slice",
+    "Source",
     "State",
     "StepPlan",
     "StepRecord",

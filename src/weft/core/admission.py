@@ -174,7 +174,7 @@ class _Screening:
         for place in self._places:
             request = self.requests[place]
             if request.due < math.inf:
-                request.predicted_ttft = float(found.ends[place]) - request.arrival
+                request.predicted_ttft = float(found.expected[place]) - request.arrival
                 yield request, float(found.seconds[place])
 
     def victims(self, found: Forecast) -> list[Request]:
@@ -227,7 +227,7 @@ class _Screening:
         relief = 0.0
         for place in places:
             request = self.requests[place]
-            request.predicted_ttft = float(found.ends[place]) - relief - request.arrival
+            request.predicted_ttft = float(found.expected[place]) - relief - request.arrival
             relief += float(found.seconds[place])
 
 

@@ -217,10 +217,15 @@ class Drift:
     SPREADS = 3.5  # above the centre: but for hiccups, only a few steps in ten thousand take longer
     TAIL = 2.33  # spreads above the centre: one step in a hundred takes longer, as many as a promise allows
     LEAST = 1e-4  # spread from which it can still grow
+    LASTING = 4096  # steps over which the lasting error is averaged
+    IDLE = 2.0  # seconds without steps in which all but a third of what differs from the lasting error is forgotten
 
     def __init__(self, mean: float, spread: float) -> None:
         self.mean = mean
         self.spread = spread
+        # What remains when a burst or another program's noise is over; idle times return to it.
+        self._lasting_mean = mean
+        self._lasting_spread = max(spread, self.LEAST)
         self._seen = 0
 
     @property
@@ -249,6 +254,15 @@ class Drift:
             self.spread = max(self.spread, self.LEAST) * math.exp(2 * weight * self.WITHIN)
         else:
             self.spread *= math.exp(-2 * weight * (1 - self.WITHIN))
+        self._lasting_mean += (self.mean - self._lasting_mean) / self.LASTING
+        self._lasting_spread += (self.spread - self._lasting_spread) / self.LASTING
+
+    def rest(self, seconds: float) -> None:
+        """No step ran for so long: what was learnt of late is less and less true."""
+        kept = math.exp(-seconds / self.IDLE)
+        self.mean = self._lasting_mean + kept * (self.mean - self._lasting_mean)
+        if self.spread > self._lasting_spread:
+            self.spread = self._lasting_spread + kept * (self.spread - self._lasting_spread)
 
 
 class CostModel:
@@ -295,6 +309,11 @@ class CostModel:
                 spread = math.sqrt(self._refit.variance)
                 self.prefill, self.decode = Drift(self._refit.mean, spread), Drift(self._refit.mean, spread)
                 self._stale = self.STALE
+
+    def rest(self, seconds: float) -> None:
+        """The device was idle for so long."""
+        self.prefill.rest(seconds)
+        self.decode.rest(seconds)
 
     def errors(self) -> Errors | None:
         """The error of the last thousand steps; None where nothing was observed."""

@@ -67,7 +67,8 @@ class Rows(NamedTuple):
 class Forecast(NamedTuple):
     """Of each prompt, in the order of service."""
 
-    ends: Array  # when its first token comes; infinite where decodes leave it no room
+    ends: Array  # when its first token comes at the latest; infinite where decodes leave it no room
+    expected: Array  # when it comes if all goes as predicted, and steps are cut short for it
     seconds: Array  # that reading it takes; 0 where it has no room
     visits: int  # paces that the cost model was asked for
 
@@ -79,7 +80,7 @@ def forecast(cost: CostModel, allowance: Allowance, load: StepLoad, rows: Rows, 
     size = -(-count // GROUPS)
     for begin in range(0, count, max(1, size)):
         walk.serve(begin, min(begin + size, count))
-    return Forecast(walk.ends, walk.seconds, walk.visits)
+    return Forecast(walk.ends, walk.expected, walk.seconds, walk.visits)
 
 
 class _Walk:
@@ -99,6 +100,7 @@ class _Walk:
         self.work: Array = cost.coefficients.prompt_seconds(rows.first, rows.left) * cost.bias
         self.reach: Array = rows.first + rows.left  # tokens of context that its last slice reads
         self.ends = np.full(count, math.inf)
+        self.expected = np.full(count, math.inf)
         self.seconds = np.zeros(count)
         self.visits = 0
 
@@ -135,11 +137,12 @@ class _Walk:
         is due (see Budget.tighten), which costs the others one step more; in a group, that is not counted with."""
         bias = self.cost.bias
         ends = clocks + step * bias
-        if end - begin == 1 and self.allowance.cuts and ends[0] > self.rows.deadline[begin]:
-            more = least_step(self.cost, self.decodes, self.context, float(self.reach[begin])) * bias
-            if self.quiet or more <= WORTH * self.seconds[begin]:
-                clocks[0] += more
-                ends = clocks
+        more = least_step(self.cost, self.decodes, self.context, float(self.reach[begin])) * bias
+        self.expected[begin:end] = np.minimum(ends, clocks + more)
+        is_cut = end - begin == 1 and self.allowance.cuts and ends[0] > self.rows.deadline[begin]
+        if is_cut and (self.quiet or more <= WORTH * self.seconds[begin]):
+            clocks[0] += more
+            ends = clocks
         # Errors of single steps add up as in a random walk: one spread of their sum is to spare.
         late = np.sqrt(step * np.maximum(0.0, ends - self.load.start))
         self.ends[begin:end] = ends + self.cost.prefill.spread * late

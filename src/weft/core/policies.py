@@ -31,6 +31,11 @@ class Policy:
         if self.cost is not None and predicted is not None:
             self.cost.observe(shape, predicted, measured)
 
+    def rest(self, seconds: float) -> None:
+        """The device was idle for so long."""
+        if self.cost is not None:
+            self.cost.rest(seconds)
+
     def work(self, tokens: int) -> float:
         """What it would cost to compute so many tokens from the start, in seconds where those are known."""
         return tokens if self.cost is None else self.cost.coefficients.prefill_seconds(0, tokens)

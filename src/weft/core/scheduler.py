@@ -80,6 +80,7 @@ class Scheduler:
         self._leaving: list[Request] = []  # gave up their seat; their slot is still named by a plan
         self._last_predicted = 0.0  # seconds of the last plan
         self._device_free = -math.inf  # when the last plan is predicted to end
+        self._is_idle = True  # no step is in flight
         self._fresh: list[Request] = []  # came since the last plan, to be screened by the next
         self._fresh_tokens = 0
         self.refused: list[Request] = []  # since the owner last looked; it empties the list
@@ -143,6 +144,9 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next forward pass, or None where nothing can be done (idle, or all waits for a commit)."""
+        if self._is_idle and now > self._device_free > -math.inf:
+            self.policy.rest(now - self._device_free)
+            self._device_free = now
         draft = self._draft
         prefills_first = self.policy.allowance.prefills_first
         draft.decodes = NO_SLOTS if prefills_first else self._plan_decodes()
@@ -160,8 +164,10 @@ class Scheduler:
             return None  # who was seated in vain stays in the draft, for the executor to hear of with the next plan
         plan = self._seal(decodes, reason)
         self._draft = Draft()
+        plan.starved = bool(self._prefilling or self.queue) and self.policy.allowance.starves(load)
         self._last_predicted = plan.predicted or 0.0
         self._device_free = load.start + self._last_predicted
+        self._is_idle = False
         return plan
 
     def commit(self, plan: StepPlan, outcome: Outcome, started: float, finished: float) -> StepRecord:
@@ -188,6 +194,7 @@ class Scheduler:
         self.policy.observe(plan.shape, plan.predicted, finished - started)
         if plan.number == self._steps:
             self._device_free = finished
+            self._is_idle = True
         elif plan.number == self._steps - 1:  # the one behind it begins now
             self._device_free = finished + self._last_predicted
         return StepRecord(
@@ -205,6 +212,7 @@ class Scheduler:
             running=len(self.running),
             waiting=self.num_waiting,
             free_blocks=self.pool.num_free,
+            starved=plan.starved,
         )
 
     def check_integrity(self) -> None:

@@ -49,6 +49,7 @@ class StepPlan:
     lost_tokens: int  # that these had computed
     reason: str  # what bounded the prefill tokens
     predicted: float | None = None  # seconds; None: nobody predicted
+    starved: bool = False  # a promised gap leaves prompts less than a quarter of the pace that `chunked` would give
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +66,18 @@ class Outcome:
 
     finished: list[tuple[Request, str]] = field(default_factory=list)  # with the reason
     filled: list[Request] = field(default_factory=list)  # a block of theirs became full, and has its entry in `hashes`
+
+
+class HostTimes(NamedTuple):
+    """Seconds that the host took for a step, mostly while the device ran the step before."""
+
+    plan: float = 0.0
+    submit: float = 0.0  # making the step's inputs included
+    commit: float = 0.0  # from when the result was there until the tokens could be handed out
+    outside: float = 0.0  # between two turns of the loop: handing tokens out, taking requests in
+
+
+NO_TIMES = HostTimes()
 
 
 @dataclass(slots=True)
@@ -85,3 +98,5 @@ class StepRecord:
     running: int
     waiting: int
     free_blocks: int
+    host: HostTimes = NO_TIMES  # the loop fills it in
+    starved: bool = False  # a promised gap leaves prompts less than a quarter of the pace that `chunked` would give

@@ -1,13 +1,14 @@
 """Puts an engine together: the model, its KV cache, what its steps cost, and the policy that keeps its promises."""
 
 import gc
+import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weft.core import CostModel, Policy, Scheduler, Targets, chunked, monolithic, slo
+from weft.core import CostModel, Policy, Scheduler, Source, Targets, chunked, monolithic, slo
 from weft.core.slots import Slots
 from weft.engine.calibration import Calibration, calibrate, calibration_file, load_calibration, save_calibration
 from weft.engine.cpu import prepare_cpu
@@ -29,7 +30,8 @@ TORCH_PAGE = 2 << 20  # bytes: torch takes a GPU's memory by multiples of them
 MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of books for each
 MOST_SPREAD = 0.15  # a margin to begin with; what the error really is will be learnt within some hundred steps
 CALIBRATION = 5.0  # seconds
-AUTO_GAP, AUTO_STEPS = 0.05, 2.0  # seconds, and decode steps: the larger is the gap target that nobody chose
+DEFAULT_GAP, DEFAULT_STEPS = 0.05, 2.0  # seconds, and decode steps: the larger is the gap target that nobody chose
+DEFAULT_TTFT, DEFAULT_TTFT_PER_1K = 1.0, 0.25  # seconds, the second for every 1,000 tokens of the prompt
 LEAST_GAP = 1.5  # decode steps; with less there would be no room for any prefill
 
 
@@ -68,7 +70,7 @@ def build_engine(
     executor, num_blocks, lumps = build(options, model, longest, device, done)
     max_model_len = _fit_context(options, longest, num_blocks)
     promises = None
-    if options.makes_promises:
+    if options.has_targets:
         limits = {
             "block_size": options.block_size,
             "max_num_seqs": options.max_num_seqs,
@@ -185,17 +187,24 @@ def _pool(options: EngineOptions, model: "CausalLM", num_blocks: int, device: "t
 
 
 def _calibration(file: Path, executor: Executor, measuring: dict[str, Any]) -> Calibration:
-    """What was measured before, or is measured now; a folder that cannot be written to costs the next start only."""
-    found = load_calibration(file)
-    if found is None:
+    """What was measured before, or is measured now; a folder that cannot be written to costs the next start only.
+
+    What was measured on a busy machine is measured anew at every start, until one is good; the better one stays.
+    """
+    known = load_calibration(file)
+    found = known
+    if known is None or known.is_noisy:
         try:
             found = _measure(executor, measuring, CALIBRATION)
         except EngineError:  # a slow or a busy machine
-            found = _measure(executor, measuring, 4 * CALIBRATION)
+            found = known or _measure(executor, measuring, 4 * CALIBRATION)
+        if known is not None and known.spread <= found.spread:
+            return known
         try:
             save_calibration(file, found)
         except EngineError as error:
             print(f"weft: {error}", file=sys.stderr)
+    assert found is not None
     return found
 
 
@@ -210,22 +219,31 @@ def _measure(executor: Executor, measuring: dict[str, Any], seconds: float) -> C
 
 
 def _promises(options: EngineOptions, calibration: Calibration) -> Promises:
+    """The operator's targets, and default ones where there are none and defaults are wanted."""
     least = options.min_gap_target_ms
-    min_gap = LEAST_GAP * calibration.decode_step if least is None else least / 1000
-    if options.gap_target_ms == "auto":
-        gap = max(AUTO_GAP, AUTO_STEPS * calibration.decode_step)
-    else:
-        gap = _seconds(options.gap_target_ms)
+    gap, gap_source = math.inf, Source.DEFAULT
+    if options.gap_target_ms is not None:
+        gap, gap_source = options.gap_target_ms / 1000, Source.OPERATOR
+    elif options.default_targets:
+        gap = max(DEFAULT_GAP, DEFAULT_STEPS * calibration.decode_step)
+    ttft, per_1k, ttft_source = math.inf, options.ttft_target_per_1k_ms, Source.DEFAULT
+    if options.default_targets:
+        ttft = DEFAULT_TTFT
+    if options.ttft_target_ms is not None:
+        ttft = options.ttft_target_ms / 1000
+    if options.ttft_target_ms is not None or per_1k is not None:
+        ttft_source = Source.OPERATOR
+    if per_1k is None:
+        per_1k = 1000 * DEFAULT_TTFT_PER_1K if options.default_targets else 0.0
     targets = Targets(
         gap=gap,
-        ttft=_seconds(options.ttft_target_ms),
-        ttft_per_1k=options.ttft_target_per_1k_ms / 1000,
+        ttft=ttft,
+        ttft_per_1k=per_1k / 1000,
+        gap_source=gap_source,
+        ttft_source=ttft_source,
+        min_gap=LEAST_GAP * calibration.decode_step if least is None else least / 1000,
     )
-    return Promises(targets, min_gap, calibration)
-
-
-def _seconds(milliseconds: float | None) -> float:
-    return float("inf") if milliseconds is None else milliseconds / 1000
+    return Promises(targets, calibration)
 
 
 def _policy(options: EngineOptions, promises: Promises | None) -> Policy:

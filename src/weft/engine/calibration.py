@@ -37,6 +37,8 @@ CLIMB_SHARES = (0.18, 0.3, 0.36, 0.45)  # of the measuring time: when each of th
 EXPLORE_SHARE = 0.65  # of the measuring time: these and the mixtures; what is left repeats
 MOST_SHAPES = 96  # different ones; more would leave no time to repeat them on a slow device
 FEWEST_SHAPES = 16  # with less, nine coefficients and their error are guesswork
+GOOD = 0.06  # median error up to which a calibration is called good
+NOISY = 0.15  # median error or spread above which the machine did something else while it was measured
 FOLDS = 4  # each shape is held out once, with a quarter of the others
 LADDER_CONTEXT = 256  # tokens behind the decodes of a growing batch
 LADDER_SLICE = 16  # tokens of a slice behind a growing context
@@ -54,6 +56,19 @@ class Calibration:
     steps: int  # measured
     largest: int  # tokens of the largest step measured
     device: str  # in words
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the machine was too busy while it was measured for the figures to be relied on."""
+        return self.spread > NOISY or self.error_p50 > NOISY
+
+    @property
+    def quality(self) -> str:
+        """How good it is, in words."""
+        errors = f"steps are off by {self.error_p50:.1%} in the median and {self.error_p99:.1%} at the 99th percentile"
+        if not self.is_noisy:
+            return f"calibration is {'good' if self.error_p50 <= GOOD else 'fair'}: {errors}"
+        return f"calibration is poor, the machine was busy: {errors}; it is measured anew at the next start"
 
     @property
     def decode_step(self) -> float:

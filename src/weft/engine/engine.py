@@ -1,7 +1,6 @@
 """Engine: a loop together with the model's facts that a request is checked against, and what it promises."""
 
 import itertools
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,10 +33,9 @@ class Wishes(NamedTuple):
 
 @dataclass(frozen=True)
 class Promises:
-    """What an engine promises unless a request says otherwise, and what it can keep."""
+    """What an engine aims at unless a request says otherwise, and what is known of its steps."""
 
-    targets: Targets  # seconds
-    min_gap: float  # seconds; a smaller wish is raised to it, so that no client can starve the others
+    targets: Targets
     calibration: Calibration
 
 
@@ -120,13 +118,10 @@ class Engine:
                 raise RequestError(f"{name}={value:g}: {why} promises nothing; leave the target out")
         if batch or self.promises is None:
             return Standing(priority, tenant, precedence, batch, user=user)
-        targets = self.promises.targets
-        gap = targets.gap if gap_ms is None else gap_ms / 1000
-        ttft = targets.first_token(prompt_tokens) if ttft_ms is None else ttft_ms / 1000
-        gap = max(gap, self.promises.min_gap)
-        # What all are promised comes first: one that asks for more must not slow the others down by it.
-        firm = max(gap, targets.gap)
-        return Standing(priority, tenant, precedence, batch, ttft, firm, gap if gap < firm else math.inf, user)
+        own_ttft = None if ttft_ms is None else ttft_ms / 1000
+        own_gap = None if gap_ms is None else gap_ms / 1000
+        ttft, ttft_source, gap, gap_source, wish = self.promises.targets.promise(prompt_tokens, own_ttft, own_gap)
+        return Standing(priority, tenant, precedence, batch, ttft, gap, ttft_source, gap_source, wish, user)
 
     def _grammars(self, params: SamplingParams) -> Sequence[Grammar | None]:
         """One for each of the n completions."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import Outcome, Request, Scheduler, State, StepPlan, StepRecord
+from weft.core import HostTimes, Outcome, Request, Scheduler, State, StepPlan, StepRecord
 from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, StepResult, TokenLogprobs
 from weft.engine.stream import Stream
 
@@ -23,6 +23,12 @@ class TokenEvent(NamedTuple):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # for the positions behind `prompt_first`
     prompt_first: int = 0
+
+
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    pending: PendingStep
+    times: HostTimes  # so far
 
 
 class Loop:
@@ -43,10 +49,11 @@ class Loop:
         self.clock = clock
         self.on_record = on_record
         self.streams: dict[str, Stream] = {}
-        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._held: list[TokenEvent] = []  # to be handed out with the next events
         self._by_slot: list[Any] = [None] * scheduler.slots.size  # the Stream that a slot's tokens are for, if any
         self._stop_ids: set[int] = set()  # of all streams there were: most steps sample none of them
+        self._left_at: float | None = None  # when the last turn ended, with work left
 
     @property
     def has_work(self) -> bool:
@@ -69,13 +76,19 @@ class Loop:
         while len(self._in_flight) > self.depth:  # an interrupt came while we waited for one of them
             self._held += self._take_in()
         with self._all_or_nothing():
-            plan = self.scheduler.plan(self.clock())
+            began = self.clock()
+            outside = 0.0 if self._left_at is None else began - self._left_at
+            plan = self.scheduler.plan(began)
             if plan is not None:
-                self._in_flight.append((plan, self.executor.submit(plan, self._inputs(plan))))
+                planned = self.clock()
+                pending = self.executor.submit(plan, self._inputs(plan))
+                times = HostTimes(planned - began, self.clock() - planned, 0.0, outside)
+                self._in_flight.append(_InFlight(plan, pending, times))
             self._held += self._take_refusals()
         taken = len(self._in_flight) > self.depth or (plan is None and self._in_flight)
         events = self._take_in() if taken else []
         held, self._held = self._held, []  # not before: waiting for the device may be interrupted
+        self._left_at = self.clock() if self.has_work else None
         return held + events
 
     def drain(self) -> None:
@@ -105,7 +118,7 @@ class Loop:
         return refused
 
     def _take_in(self) -> list[TokenEvent]:
-        plan, pending = self._in_flight[0]
+        plan, pending, times = self._in_flight[0]
         with self._all_or_nothing():
             filled = self._hash_filled(plan)  # while the device computes: the values are known, and may be many
         try:
@@ -113,11 +126,14 @@ class Loop:
         except Exception:
             self._fail()
             raise
+        began = self.clock()
         with self._all_or_nothing():
             self._in_flight.popleft()
             outcome = Outcome(filled=filled)
             events = self._events(plan, result, outcome)
-            self.on_record(self.scheduler.commit(plan, outcome, result.started, result.finished))
+            record = self.scheduler.commit(plan, outcome, result.started, result.finished)
+            record.host = times._replace(commit=self.clock() - began)
+            self.on_record(record)
             for request, _ in outcome.finished:
                 del self.streams[request.id]
         return events
@@ -191,7 +207,7 @@ class Loop:
         try:
             while self._in_flight:
                 with contextlib.suppress(Exception):
-                    self._in_flight.popleft()[1].result()
+                    self._in_flight.popleft().pending.result()
         finally:  # a second Ctrl-C must not leave the books half-written
             for stream in self.streams.values():
                 request = stream.request

@@ -22,10 +22,11 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory that weights, steps and KV cache may take
     enable_prefix_caching: bool = True
     policy: Literal["slo", "chunked", "monolithic"] = "slo"  # slo with no target at all is chunked
-    gap_target_ms: float | Literal["auto"] | None = None  # promised time between tokens; None: nothing is promised;
-    # auto: 50 ms, or two calibrated decode steps where that is more
+    gap_target_ms: float | None = None  # promised time between tokens; None: nothing is promised
     ttft_target_ms: float | None = None  # promised time to the first token; None: nothing is promised
-    ttft_target_per_1k_ms: float = 0.0  # on top, for every 1,000 tokens of the prompt
+    ttft_target_per_1k_ms: float | None = None  # on top, for every 1,000 tokens of the prompt; None: 0, or the default
+    default_targets: bool = False  # what has no target is aimed at one all the same, and nothing is refused for it:
+    # gaps of 50 ms (or two decode steps), a first token in 1 s and 0.25 s more for every 1,000 tokens of the prompt
     min_gap_target_ms: float | None = None  # a smaller wish is raised to it; None: 1.5 times the calibrated decode step
     max_queued_requests: int | None = None  # more are turned away; None: no limit
     max_queued_tokens: int | None = None  # of the prompts that wait; None: no limit
@@ -53,8 +54,8 @@ class EngineOptions:
             raise OptionError(f"load_format={self.load_format!r} is unknown: choose auto or dummy")
 
     @property
-    def makes_promises(self) -> bool:
-        return self.gap_target_ms is not None or self.ttft_target_ms is not None
+    def has_targets(self) -> bool:
+        return self.gap_target_ms is not None or self.ttft_target_ms is not None or self.default_targets
 
     @classmethod
     def of(cls, **options: Any) -> "EngineOptions":
@@ -70,15 +71,15 @@ class EngineOptions:
             raise OptionError(f"policy={self.policy!r} is unknown: choose {', '.join(POLICIES)}")
         for name in ("gap_target_ms", "ttft_target_ms", "min_gap_target_ms"):
             value = getattr(self, name)
-            if value is not None and not (name == "gap_target_ms" and value == "auto"):
+            if value is not None:
                 check_milliseconds(name, value)
-        if self.ttft_target_per_1k_ms != 0:
+        if self.ttft_target_per_1k_ms:
             check_milliseconds("ttft_target_per_1k_ms", self.ttft_target_per_1k_ms)
-            if self.ttft_target_ms is None:
+            if self.ttft_target_ms is None and not self.default_targets:
                 raise OptionError(
                     f"ttft_target_per_1k_ms={self.ttft_target_per_1k_ms:g} adds to ttft_target_ms: give that too"
                 )
-        if self.makes_promises and self.policy != "slo":
+        if self.has_targets and self.policy != "slo":
             raise OptionError(f"policy={self.policy!r} keeps no promises: leave the targets out, or choose slo")
 
     def _at_least_one(self, name: str) -> None:

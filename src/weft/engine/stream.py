@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import Request
+from weft.core import Request, Source
 from weft.engine.hashing import block_hash
 from weft.engine.params import SamplingParams
 from weft.engine.structured import Grammar
@@ -24,6 +24,8 @@ class Standing(NamedTuple):
     batch: bool = False  # promised nothing; fills the slack behind everybody else
     ttft_target: float = math.inf
     gap_target: float = math.inf
+    ttft_source: Source = Source.REQUEST
+    gap_source: Source = Source.REQUEST
     gap_wish: float = math.inf  # a smaller one, given as far as it costs the others next to nothing
     user: str = ""  # who within the tenant: each one's prompts make room for the others'
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import count, takewhile
 from typing import NamedTuple, Self
 
-from weft.core.step import StepRecord
+from weft.core.step import HostTimes, StepRecord
 from weft.observe.exposition import CONTENT_TYPE, Histogram, Page, Samples
 
 __all__ = ["CONTENT_TYPE", "EngineStep", "RequestDone", "ServerMetrics"]
@@ -19,6 +19,7 @@ FINE = (
     *(0.0005, 0.0007, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.07),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0),
 )
+HOST = (*(0.00005, 0.0001, 0.0002, 0.0005), *FINE[2:])  # what the host does in a step is quicker
 RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 # vLLM's (vllm/v1/metrics/loggers.py).
@@ -73,6 +74,8 @@ class EngineStep(NamedTuple):
     waiting: int
     queued_tokens: int
     free_blocks: int
+    host: HostTimes = HostTimes()
+    starved: bool = False
 
     @classmethod
     def of(cls, record: StepRecord, queued_tokens: int) -> Self:
@@ -89,6 +92,8 @@ class EngineStep(NamedTuple):
             record.waiting,
             queued_tokens,
             record.free_blocks,
+            record.host,
+            record.starved,
         )
 
 
@@ -118,6 +123,8 @@ class ServerMetrics:
         self._step_seconds = {"decode": Histogram(FINE), "prefill": Histogram(FINE)}
         self._step_ratio = {"decode": Histogram(RATIO), "prefill": Histogram(RATIO)}
         self._step_tokens = Histogram(VLLM_STEP_TOKENS)
+        self._host_seconds = {part: Histogram(HOST) for part in HostTimes._fields}
+        self._starved_steps = 0
 
         self._ttft = Histogram(FINE, VLLM_TTFT)
         self._gap = Histogram(FINE, VLLM_GAP)
@@ -205,12 +212,20 @@ class ServerMetrics:
         if step.predicted:
             self._step_ratio[kind].add(seconds / step.predicted)
         self._step_tokens.add(step.decode_tokens + step.prefill_tokens)
+        for part, taken in zip(HostTimes._fields, step.host, strict=True):
+            self._host_seconds[part].add(taken)
+        self._starved_steps += step.starved
         self._decode_tokens += step.decode_tokens
         self._prefill_tokens += step.prefill_tokens
         self._cached_tokens += step.cached_tokens
         self._preemptions += step.preemptions
         self._lost_tokens += step.lost_tokens
         self.load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
+
+    @property
+    def starved_steps(self) -> int:
+        """Steps in which the promised gap left prompts less than a quarter of `chunked`'s pace."""
+        return self._starved_steps
 
     def load(self, running: int, waiting: int, queued_tokens: int, free_blocks: int) -> None:
         """How busy the engine is. Steps tell it; this is for what happens between them, such as the last abort."""
@@ -288,6 +303,17 @@ class ServerMetrics:
             "Duration of a step over its prediction, by kind.",
             RATIO,
             [({"kind": kind}, histogram) for kind, histogram in self._step_ratio.items()],
+        )
+        page.histogram(
+            "weft_host_seconds",
+            "What a step took the host, by part; most of it while the device ran the step before.",
+            HOST,
+            [({"part": part}, histogram) for part, histogram in self._host_seconds.items()],
+        )
+        page.counter(
+            "weft_starved_steps_total",
+            "Steps in which the promised gap left prompts less than a quarter of the pace that --policy chunked gives.",
+            self._starved_steps,
         )
         return page.encode()
 

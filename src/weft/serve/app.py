@@ -21,7 +21,7 @@ from weft.serve.client import EngineClient, clock
 from weft.serve.errors import ApiError, of_json, of_request
 from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, wanted
 from weft.serve.gate import Gate, Keys, Limits, answer, read_body
-from weft.serve.infer import Call, Gone, Presence, respond
+from weft.serve.infer import Call, Gone, Presence, finite, respond
 from weft.serve.messages import Facts
 from weft.serve.openapi import description
 from weft.serve.parsing import parse
@@ -177,8 +177,8 @@ class Server:
                 response_id=call.format.id,
                 temperature=body.temperature,
                 top_p=body.top_p,
-                gap_target=call.gap_target,
-                ttft_target=call.ttft_target,
+                gap_target=finite(call.promise.promised_gap),
+                ttft_target=finite(call.promise.promised_ttft),
                 error="engine_error" if done.reason == "error" else None,
                 traceparent=headers.get(b"traceparent", b"").decode("latin-1") or None,
                 tracestate=headers.get(b"tracestate", b"").decode("latin-1") or None,
@@ -342,6 +342,7 @@ class Server:
                 "engine": None if facts is None else msgspec.to_builtins(facts),
                 "engine_options": asdict(self.engine_options),
                 "server_options": shown,
+                "starved_steps": self.metrics.starved_steps,
                 "processes": {"api": os.getpid(), "engine": self.client.pid},
             },
         )

@@ -1,12 +1,14 @@
 """From a body to a Call: everything about a request is checked here, and its prompt becomes token ids."""
 
 import asyncio
+import math
 import secrets
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from weft.core import Promise
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams, StructuredOutputs, Thoughts
@@ -17,7 +19,7 @@ from weft.serve.errors import ApiError
 from weft.serve.fields import MOST_PROMPTS, MOST_STREAMS, ChatBody, CompletionBody, Json, Sampling, TokenizeBody, Wanted
 from weft.serve.fields import sampling_params as params_of
 from weft.serve.formats import ChatFormat, CompletionFormat, Format
-from weft.serve.infer import Call
+from weft.serve.infer import TTFT_HEADER, Call
 from weft.serve.messages import Facts
 from weft.serve.responses import ResponsesBody, ResponsesFormat, as_chat
 from weft.serve.texts import Texts
@@ -204,13 +206,10 @@ class Desk:
         wishes = _wishes(body, caller, facts)
         salt = caller.salt + (body.cache_salt or "")
         engine_params = replace(params, stop=None)  # stop strings are noticed on this side
-        gap = ttft = None
-        if facts.makes_promises and not wishes.batch:
-            gap = facts.effective_gap(None if wishes.gap_target_ms is None else wishes.gap_target_ms / 1000)
-            longest = max(map(len, prompts))
-            ttft = facts.effective_ttft(
-                None if wishes.ttft_target_ms is None else wishes.ttft_target_ms / 1000, longest
-            )
+        promise = Promise()
+        if facts.has_targets and not wishes.batch:
+            own = (_seconds(wishes.ttft_target_ms), _seconds(wishes.gap_target_ms))
+            promise = facts.targets.promise(max(map(len, prompts)), *own)
         return Call(
             format=format,
             prompts=[Prompt(np.array(ids, np.int32).tobytes(), engine_params, wishes, salt) for ids in prompts],
@@ -218,12 +217,11 @@ class Desk:
             choices=choices,
             arrival=caller.arrival,
             max_tokens=params.max_tokens,
-            gap_target=gap,
-            ttft_target=ttft,
+            promise=promise,
             stream=bool(body.stream),
             includes_usage=body.includes_usage,
             counts_always=body.counts_always,
-            headers=_promised(gap, ttft),
+            headers=_promised(promise),
         )
 
     async def _read(
@@ -376,16 +374,20 @@ def _wishes(body: Sampling, caller: Caller, facts: Facts) -> Wishes:
     ttft_ms, gap_ms = caller.wanted
     if batch and (ttft_ms or gap_ms):
         raise RequestError('service_tier "flex" is promised nothing: leave the x-slo headers out')
-    if not facts.makes_promises and (ttft_ms or gap_ms):
+    if not facts.has_targets and (ttft_ms or gap_ms):
         raise RequestError("x-slo headers: this server keeps no promises (see --policy); leave them out")
     # A client's priority and users order its own requests; among keys, fairness decides.
     return Wishes(0, caller.tenant, body.priority or 0, batch, gap_ms, ttft_ms, body.user or "")
 
 
-def _promised(gap: float | None, ttft: float | None) -> list[tuple[bytes, bytes]]:
-    """The values that are in force, for the client to read."""
-    found = ((b"x-slo-gap-ms", gap), (b"x-slo-ttft-ms", ttft))
-    return [(name, b"%g" % round(seconds * 1000, 3)) for name, seconds in found if seconds is not None]
+def _promised(promise: Promise) -> list[tuple[bytes, bytes]]:
+    """What is promised, for the client to read."""
+    found = ((b"x-slo-gap-ms", promise.promised_gap), (TTFT_HEADER, promise.promised_ttft))
+    return [(name, b"%g" % round(seconds * 1000, 3)) for name, seconds in found if seconds < math.inf]
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def _truncated(ids: Ids, body: Sampling) -> Ids:

@@ -117,13 +117,20 @@ class Listener:
 class EngineClient:
     """One engine process at a time. Everything here runs on the event loop."""
 
-    def __init__(self, path: str, eos_ids: Sequence[int], options: dict[str, Any], listener: Listener) -> None:
+    def __init__(
+        self,
+        path: str,
+        eos_ids: Sequence[int],
+        options: dict[str, Any],
+        listener: Listener,
+        record_steps: str | None = None,
+    ) -> None:
         self.facts: Facts | None = None  # of the engine that is up; None: none is
         self.fatal: str | None = None  # why none will be
         self.load = Load()
         self.pid: int | None = None
         self.changed = asyncio.Event()  # set when the engine came up, or is given up
-        self._orders = Orders("", path, tuple(eos_ids), options)
+        self._orders = Orders("", path, tuple(eos_ids), options, record_steps)
         self._listener = listener
         self._numbers = itertools.count()
         self._routes: dict[int, tuple[Job, int]] = {}

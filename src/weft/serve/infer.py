@@ -1,6 +1,7 @@
 """The life of an inference request: sent to the engine, streamed or collected, ended early when its client has gone."""
 
 import asyncio
+import math
 import random
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Send
 
+from weft.core import Promise
 from weft.errors import RequestError
 from weft.observe.metrics import RequestDone, ServerMetrics
 from weft.serve.choices import Choice
@@ -18,6 +20,7 @@ from weft.serve.messages import End
 
 T = TypeVar("T")
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+TTFT_HEADER = b"x-slo-ttft-ms"
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
@@ -31,8 +34,7 @@ class Call:
     choices: list[Choice]
     arrival: float
     max_tokens: int | None
-    gap_target: float | None  # seconds; None: nothing is promised
-    ttft_target: float | None
+    promise: Promise
     stream: bool = False
     includes_usage: bool = False
     counts_always: bool = False
@@ -55,6 +57,7 @@ class Times:
         self.largest_gap = 0.0
         self.tokens = 0
         self._last: list[float] = [0.0] * len(call.choices)
+        self._ttft, self._gap = finite(call.promise.promised_ttft), finite(call.promise.promised_gap)
 
     def last(self, index: int) -> float:
         """When a choice got its last token."""
@@ -69,11 +72,11 @@ class Times:
             gap = now - last
             if gap > self.largest_gap:
                 self.largest_gap = gap
-            self.metrics.gap(gap, self.call.gap_target)
+            self.metrics.gap(gap, self._gap)
         else:
             if self.first is None:
                 self.first = now
-            self.metrics.first_token(now - self.call.arrival, self.call.ttft_target)
+            self.metrics.first_token(now - self.call.arrival, self._ttft)
 
 
 class Presence:
@@ -154,7 +157,7 @@ class Exchange:
                     self.times.token(update.place, update.at)
                 self._take(update)
         body = to_json(self.call.format.whole(self.call.choices, self.summary()))
-        headers = [*JSON_HEADERS, *self.call.headers, (b"content-length", b"%d" % len(body))]
+        headers = [*JSON_HEADERS, *self._headers(), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
         self.finish()
@@ -176,7 +179,7 @@ class Exchange:
                     if choice.reason is not None:
                         continue  # a token that was on its way when a stop string ended the choice
                     if not started:
-                        headers = [*STREAM_HEADERS, *self.call.headers]
+                        headers = [*STREAM_HEADERS, *self._headers()]
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
                         started = True
                     data = b"" if update.place in self._opened else self._open(choice, counts)
@@ -200,6 +203,12 @@ class Exchange:
             return
         self.finish()
 
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        """What was promised. A prompt that not even an idle machine could read in time was served without a promise."""
+        if all(begin.is_promised for begin in self.job.begins.values()):
+            return self.call.headers
+        return [header for header in self.call.headers if header[0] != TTFT_HEADER]
+
     def summary(self) -> Json:
         return {"usage": self._usage(), "metrics": self.numbers()}
 
@@ -216,8 +225,8 @@ class Exchange:
             "largest_gap_ms": _ms(self.times.largest_gap),
             "cached_tokens": self._cached(),
             "preemptions": sum(end.preemptions for end in ends),
-            "gap_target_ms": _ms(call.gap_target),
-            "ttft_target_ms": _ms(call.ttft_target),
+            "gap_target_ms": _ms(finite(call.promise.gap)),
+            "ttft_target_ms": _ms(finite(call.promise.ttft)),
             "predicted_ttft_ms": _ms(max(predicted, default=None)),
         }
 
@@ -315,7 +324,8 @@ SHUT_DOWN = "the server is shutting down, and did not wait for the request to fi
 
 
 def _refusal(call: Call, predicted: float | None) -> ApiError:
-    if predicted is None or call.ttft_target is None or predicted <= call.ttft_target:
+    target = call.promise.promised_ttft
+    if predicted is None or predicted <= target:
         message = (
             "the request was refused: beside what runs and waits, and with steps that vary as they did lately, "
             'promises to it or to others would be broken; try again later, or send it as service_tier "flex"'
@@ -323,11 +333,15 @@ def _refusal(call: Call, predicted: float | None) -> ApiError:
         return ApiError(503, message, code="deadline", retry_after=1 + random.random() * 2)
     message = (
         f"the request was refused: its first token would have come after {predicted:.3g} s, and it is promised within "
-        f"{call.ttft_target:.3g} s; try again later, ask for more time with x-slo-ttft-ms, or send it as "
+        f"{target:.3g} s; try again later, ask for more time with x-slo-ttft-ms, or send it as "
         'service_tier "flex"'
     )
-    details = {"predicted_ttft_ms": _ms(predicted), "ttft_target_ms": _ms(call.ttft_target)}
-    return ApiError(503, message, code="deadline", retry_after=predicted - call.ttft_target, details=details)
+    details = {"predicted_ttft_ms": _ms(predicted), "ttft_target_ms": _ms(target)}
+    return ApiError(503, message, code="deadline", retry_after=predicted - target, details=details)
+
+
+def finite(seconds: float) -> float | None:
+    return None if seconds == math.inf else seconds
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -4,10 +4,12 @@ A *key* names one stream (one completion of one prompt) for as long as an engine
 them out. Times are seconds on the machine's monotonic clock, which both processes share.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import msgspec
 
+from weft.core import Source, Targets
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
@@ -23,6 +25,7 @@ class Orders(msgspec.Struct):
     path: str  # of the model directory
     eos_ids: tuple[int, ...]  # that end a text beside those that the model's config names
     options: dict[str, Any]  # EngineOptions
+    record_steps: str | None = None  # file for StepRecords
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, eq=False):
@@ -63,24 +66,28 @@ class Facts(msgspec.Struct, frozen=True):
     policy: str
     enable_prefix_caching: bool
     device: str
-    gap_target: float | None  # seconds; None: nothing is promised
-    min_gap_target: float | None  # a smaller wish is raised to it
+    gap_target: float | None  # seconds; None: there is none
+    gap_source: Source  # DEFAULT: it is aimed at and not promised
+    min_gap_target: float  # a request's own gap target is raised to it
     ttft_target: float | None
     ttft_target_per_1k: float
+    ttft_source: Source
+    calibration_quality: str  # in words; "" where nothing was measured
 
     @property
-    def makes_promises(self) -> bool:
+    def has_targets(self) -> bool:
         return self.gap_target is not None or self.ttft_target is not None
 
-    def effective_gap(self, wish: float | None) -> float | None:
-        """What a wish for the time between tokens comes to; seconds."""
-        gap = self.gap_target if wish is None else wish
-        return None if gap is None else max(gap, self.min_gap_target or 0.0)
-
-    def effective_ttft(self, wish: float | None, prompt_tokens: int) -> float | None:
-        if wish is not None or self.ttft_target is None:
-            return wish
-        return self.ttft_target + self.ttft_target_per_1k * prompt_tokens / 1000
+    @property
+    def targets(self) -> Targets:
+        return Targets(
+            gap=math.inf if self.gap_target is None else self.gap_target,
+            ttft=math.inf if self.ttft_target is None else self.ttft_target,
+            ttft_per_1k=self.ttft_target_per_1k,
+            gap_source=self.gap_source,
+            ttft_source=self.ttft_source,
+            min_gap=self.min_gap_target,
+        )
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
@@ -111,6 +118,7 @@ class Begin(NamedTuple):
     first_token: float
     cached_tokens: int
     predicted_ttft: float | None
+    is_promised: bool = True  # False: not even an idle machine could have kept the server's target
 
 
 class End(NamedTuple):

@@ -1,6 +1,7 @@
 """Runs a server: puts it together, listens, and ends it in an orderly way."""
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -12,10 +13,11 @@ from dataclasses import asdict
 
 import uvicorn
 
+from weft.core import Source
 from weft.engine.options import EngineOptions
 from weft.errors import OptionError
 from weft.llm import recommended_params, resolve_model_path
-from weft.observe.metrics import ServerMetrics
+from weft.observe.metrics import EngineStep, ServerMetrics
 from weft.observe.tracing import Tracer
 from weft.serve.app import Server
 from weft.serve.calls import Desk
@@ -37,6 +39,12 @@ KEEP_ALIVE = 75  # seconds that an idle connection is kept: longer than most pro
 MOST_FILES = 65536
 LAST_WORDS = 0.2  # seconds for error frames to get out
 BACKLOG = 4096  # connections that may wait to be accepted
+
+STARVED_STEPS = 64  # after which the operator is told that the promised gap leaves prompts hardly any time
+STARVED = (
+    "the promised gap leaves prompts less than a quarter of the pace that --policy chunked would give them; "
+    "raise --gap-target-ms, or leave it out (weft_starved_steps_total counts on)"
+)
 
 
 def serve(options: ServeOptions, engine_options: EngineOptions) -> int:
@@ -73,15 +81,22 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
     )
     metrics = ServerMetrics(names[0], enable_prefix_caching=engine_options.enable_prefix_caching)
     eos = texts.tokenizer.eos_token_id if texts.tokenizer is not None else None
+
+    def on_step(step: EngineStep) -> None:
+        metrics.step(step)
+        if step.starved and metrics.starved_steps == STARVED_STEPS:
+            _say(STARVED)
+
     client = EngineClient(
         str(path.resolve()),
         () if eos is None else (eos,),
         asdict(engine_options),
         Listener(
-            on_step=metrics.step,
+            on_step=on_step,
             on_ready=lambda facts: metrics.engine_started(facts.block_size, facts.num_blocks),
             on_death=metrics.engine_lost,
         ),
+        options.record_steps,
     )
     return Server(
         options=options,
@@ -215,11 +230,9 @@ class _Process(uvicorn.Server):
         facts = self.server.client.facts
         key = " -H 'Authorization: Bearer KEY'" if self.server.options.api_key else ""
         print(f"\nweft serves {name} on {url} (ready after {seconds:.1f} s)")
-        if facts is not None and facts.makes_promises:
-            print(f"  promised: {_promised(facts)}")
-            print(
-                "            what could not be in time is refused (503); --policy chunked promises and refuses nothing"
-            )
+        if facts is not None and facts.has_targets:
+            for line in _targets(facts):
+                print(f"  {line}")
         if shown in ("127.0.0.1", "localhost", "[::1]") and host not in ("0.0.0.0", "::"):
             print("  open to this machine only; --host 0.0.0.0 opens it to the network")
         print(
@@ -229,13 +242,23 @@ class _Process(uvicorn.Server):
         )
 
 
-def _promised(facts: Facts) -> str:
-    gap, ttft, per_1k = facts.effective_gap(None), facts.effective_ttft(None, 0), facts.ttft_target_per_1k
-    parts = [] if gap is None else [f"{gap * 1000:,.4g} ms between tokens"]
-    if ttft is not None:
-        more = f" + {per_1k * 1000:.3g} ms per 1,000 prompt tokens" if per_1k else ""
-        parts.append(f"{ttft * 1000:,.6g} ms{more} to the first")
-    return ", ".join(parts)
+def _targets(facts: Facts) -> list[str]:
+    """What is promised, and what is only aimed at, in a line each."""
+    targets = facts.targets
+    said: dict[bool, list[str]] = {True: [], False: []}  # by whether it is promised
+    if targets.gap < math.inf:
+        said[targets.gap_source > Source.DEFAULT].append(f"{targets.gap * 1000:,.4g} ms between tokens")
+    if targets.ttft < math.inf:
+        more = f" + {targets.ttft_per_1k * 1000:.3g} ms per 1,000 prompt tokens" if targets.ttft_per_1k else ""
+        said[targets.ttft_source > Source.DEFAULT].append(f"{targets.ttft * 1000:,.6g} ms{more} to the first")
+    lines = []
+    if said[True]:
+        lines.append(f"promised: {', '.join(said[True])}; what could not be in time is refused (503)")
+    if said[False]:
+        lines.append(f"aims at:  {', '.join(said[False])}; nothing is promised or refused (--ttft-target-ms promises)")
+    if facts.calibration_quality:
+        lines.append(f"measured: {facts.calibration_quality}")
+    return lines
 
 
 def _say(line: str | None) -> None:

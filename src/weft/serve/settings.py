@@ -23,6 +23,7 @@ class ServeOptions:
     tool_call_parser: str | None = None  # None: found out from the chat template
     reasoning_parser: str | None = None  # None: found out from the chat template
     otlp_traces_endpoint: str | None = None  # where spans are sent; None: nowhere
+    record_steps: str | None = None  # file that the engine writes StepRecords to, as JSON lines; None: nowhere
 
     def __post_init__(self) -> None:
         origins = tuple(origin for given in self.allowed_origins for origin in _origins(given))

@@ -4,6 +4,7 @@
 end of its standard input says that the API process is gone, however it went, and ends this one.
 """
 
+import math
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from weft.core import StepRecord
+from weft.core import StepRecord, Targets
 from weft.engine.build import build_engine, settle
 from weft.engine.engine import Engine
 from weft.engine.loop import TokenEvent
@@ -26,6 +27,7 @@ from weft.engine.options import EngineOptions
 from weft.engine.stream import Stream
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.observe.metrics import EngineStep
+from weft.observe.steps import StepLog
 from weft.serve.messages import (
     Abort,
     Begin,
@@ -47,6 +49,7 @@ from weft.serve.messages import (
 SWITCH = 0.0005  # seconds that another thread may keep the interpreter from the loop
 MOST_FAILURES = 3  # steps in a row; then the device is not to be trusted and another process is better
 SHORT = 2048  # tokens of a prompt that is made ready at once: half a millisecond
+MOST_INTAKE = 0.001  # seconds of taking in messages between two steps
 SOON = 1  # milliseconds between looks at what is made ready, where there is nothing else to do
 LINGER = 1000  # milliseconds that last words may take to get out
 
@@ -65,6 +68,7 @@ def main() -> int:
     socket.set_hwm(0)
     socket.connect(orders.address)
     try:
+        log = None if orders.record_steps is None else StepLog(Path(orders.record_steps))
         engine = build_engine(EngineOptions.of(**orders.options), Path(orders.path), orders.eos_ids)
     except (WeftError, OSError) as error:
         socket.send(encode(Fatal(" ".join(str(error).split()))))
@@ -72,13 +76,13 @@ def main() -> int:
         return 2
     settle()
     socket.send(encode(Ready(facts_of(engine, orders.options["policy"]))))
-    Worker(engine, socket).run()
+    Worker(engine, socket, log).run()
     return 1
 
 
 def facts_of(engine: Engine, policy: str) -> Facts:
     scheduler, promises = engine.loop.scheduler, engine.promises
-    targets = promises.targets if promises is not None else None
+    targets = Targets() if promises is None else promises.targets
     return Facts(
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
@@ -88,17 +92,21 @@ def facts_of(engine: Engine, policy: str) -> Facts:
         policy=policy,
         enable_prefix_caching=scheduler.enable_prefix_caching,
         device=promises.calibration.device if promises is not None else "",
-        gap_target=_finite(targets.gap) if targets is not None else None,
-        min_gap_target=promises.min_gap if promises is not None else None,
-        ttft_target=_finite(targets.ttft) if targets is not None else None,
-        ttft_target_per_1k=targets.ttft_per_1k if targets is not None else 0.0,
+        gap_target=_finite(targets.gap),
+        gap_source=targets.gap_source,
+        min_gap_target=targets.min_gap,
+        ttft_target=_finite(targets.ttft),
+        ttft_target_per_1k=targets.ttft_per_1k,
+        ttft_source=targets.ttft_source,
+        calibration_quality="" if promises is None else promises.calibration.quality,
     )
 
 
 class Worker:
     """Drives one engine from one socket, in one thread."""
 
-    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]", log: StepLog | None = None) -> None:
+        self.log = log
         self.engine, self.loop, self.socket = engine, engine.loop, socket
         self.loop.on_record = self._note
         self._streams: dict[int, Stream] = {}
@@ -120,10 +128,18 @@ class Worker:
                 self._turn()
 
     def _receive(self, patience: int | None) -> None:
-        """Takes in all messages that have come; waits for the first up to `patience` milliseconds, or for ever."""
+        """Takes in messages that have come; waits for the first up to `patience` milliseconds, or for ever.
+
+        A burst is taken in over several steps, so that no stream waits long for others to be opened.
+        """
+        began = None
         while self.socket.poll(patience):
             self._obey(decode_for_engine(self.socket.recv()))
             patience = 0
+            now = self.loop.clock()
+            began = now if began is None else began
+            if now - began > MOST_INTAKE and self.loop.has_work:
+                return
 
     def _obey(self, message: ToEngine) -> None:
         match message:
@@ -235,6 +251,8 @@ class Worker:
 
     def _note(self, record: StepRecord) -> None:
         self._record = record
+        if self.log is not None:
+            self.log.write(record)
 
     def _step(self) -> EngineStep | None:
         record, self._record = self._record, None
@@ -246,7 +264,8 @@ class Worker:
 def _begin(key: int, stream: Stream) -> Begin:
     request = stream.request
     started, first = request.started or 0.0, request.first_token or 0.0
-    return Begin(key, started, first, request.cached_tokens, _finite(request.predicted_ttft))
+    predicted, is_promised = _finite(request.predicted_ttft), request.ttft_target < math.inf
+    return Begin(key, started, first, request.cached_tokens, predicted, is_promised)
 
 
 def _end(key: int, stream: Stream, token: int | None, reason: str) -> End:

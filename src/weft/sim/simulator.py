@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import Outcome, Request, Scheduler, StepPlan, StepShape, Targets
+from weft.core import Outcome, Promise, Request, Scheduler, StepPlan, StepShape, Targets
 from weft.core.cost import Coefficients
 from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
 
@@ -50,6 +50,7 @@ class Played:
     ttft: NDArray[np.float64]  # infinite where there was no first token
     finished: NDArray[np.float64]  # infinite where it never finished
     refused: NDArray[np.bool_]
+    promised: NDArray[np.bool_]  # False: not even an idle machine could have kept it, so it was served without
     gap_owner: NDArray[np.int64]
     gaps: NDArray[np.float64]
     steps: int
@@ -155,6 +156,7 @@ class _Game:
             ttft=self.ttft,
             finished=self.finished,
             refused=self.refused,
+            promised=np.array([request.due < math.inf for request in self.requests], np.bool_),
             gap_owner=np.concatenate([np.empty(0, np.int64), *self.gap_owners]),
             gaps=np.concatenate([np.empty(0), *self.gaps]),
             steps=self.steps,
@@ -168,6 +170,7 @@ def _request(number: int, arrival: Arrival, targets: Targets, block_size: int) -
     per_id = MOONCAKE_BLOCK // block_size
     whole = arrival.prefix_ids[: arrival.prompt_tokens // MOONCAKE_BLOCK]  # a partial tail is not cached
     hashes: list[Hashable] = [name * per_id + block for name in whole for block in range(per_id)]
+    promise = Promise() if arrival.batch else targets.promise(arrival.prompt_tokens)
     return Request(
         id=f"{number:06d}",
         prompt_tokens=arrival.prompt_tokens,
@@ -176,6 +179,8 @@ def _request(number: int, arrival: Arrival, targets: Targets, block_size: int) -
         hashes=hashes,
         tenant=arrival.tenant,
         batch=arrival.batch,
-        gap_target=math.inf if arrival.batch else targets.gap,
-        ttft_target=math.inf if arrival.batch else targets.first_token(arrival.prompt_tokens),
+        gap_target=promise.gap,
+        gap_source=promise.gap_source,
+        ttft_target=promise.ttft,
+        ttft_source=promise.ttft_source,
     )
