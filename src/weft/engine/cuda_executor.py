@@ -20,7 +20,18 @@ from torch import Tensor
 
 from weft.core import StepPlan
 from weft.engine.executor import Lumps, StepInputs, StepResult
-from weft.engine.graphs import GRAIN, Cut, Pieces, Whole, decode_sizes, draw_sizes, is_worth_it, mixed_sizes, warm_up
+from weft.engine.graphs import (
+    GRAIN,
+    Cut,
+    Pieces,
+    Whole,
+    decode_sizes,
+    draw_sizes,
+    is_worth_it,
+    mixed_sizes,
+    score_sizes,
+    warm_up,
+)
 from weft.engine.logprobs import Described
 from weft.engine.sampling import Sampler, upload
 from weft.engine.staging import DEPTH, NOBODY, Courier, Desk, Rows, Tokens, pinned
@@ -158,11 +169,11 @@ class CudaExecutor:
             if any(self.sampler.wants_prompt(slot) for slot in plan.slots[plan.num_decodes :].tolist()):
                 hidden = self._forward(plan, inputs, all_rows=True)
                 self._describe_prompts(pending, plan, hidden)
-                hidden = hidden.index_select(0, self._rows.ends[: len(rows)])
+                hidden = hidden.index_select(0, self._rows.ends[: self._score_rows(len(rows))])
             else:
-                hidden = self._forward(plan, inputs)[: len(rows)]
+                hidden = self._forward(plan, inputs)[: self._score_rows(len(rows))]
             if len(rows):
-                self.model.scores(hidden, self._scores[: len(rows)])
+                self.model.scores(hidden, self._scores[: len(hidden)])
                 self._choose(pending, plan, is_drawn=False)
         pending.ended.record(stream)
         self._desk.close(pending.ended)
@@ -192,6 +203,14 @@ class CudaExecutor:
             tokens = self._drawn(len(rows)).index_select(0, index)
             pending.described = sampler.describe(scores.index_select(0, index), tokens, slots[asking])
             pending.asking = asking
+
+    def _score_rows(self, rows: int) -> int:
+        """For how many rows scores are computed where so many are wanted: one of the numbers that were rehearsed.
+
+        cuBLAS has another kernel for every few rows. CUDA loads a kernel when it is first used, and waits for the
+        device to be idle: all streams would stand still for two steps.
+        """
+        return _fitting(score_sizes(self.limits.max_num_seqs), rows) or rows
 
     def _drawn(self, rows: int) -> Tensor:
         return self._last_token.index_select(0, self._rows.slots[:rows])
@@ -254,7 +273,7 @@ class CudaExecutor:
         if decodes:
             views.ids[:decodes] = self._last_token.index_select(0, views.slots[:decodes])
         # With more decodes than any graph has, there are no ends, and no need for them.
-        ends = None if all_rows or prefills is None else self._ends(int(plan.samples.sum()))
+        ends = None if all_rows or prefills is None else self._ends(self._score_rows(int(plan.samples.sum())))
         where = (views.slots, views.positions, decodes)
         return self.model.forward(views.ids, self._attention(*where, prefills, ends, self._keeping))
 
@@ -409,6 +428,11 @@ class CudaExecutor:
         and the device waits for that."""
         with self.model.abridged():
             self._rehearse_largest()
+        hidden = torch.zeros(
+            (self.limits.max_num_seqs, self.model.config.hidden_size), dtype=self.model.dtype, device=self.device
+        )
+        for rows in score_sizes(self.limits.max_num_seqs):
+            self.model.scores(hidden[:rows], self._scores[:rows])
         torch.cuda.synchronize(self.device)
 
     def _rehearse_largest(self) -> None:

@@ -89,6 +89,11 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return sorted({*ladder, max_num_seqs})
 
 
+def score_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of rows that steps with prompts compute scores for."""
+    return sorted(size for size in {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs} if size <= max_num_seqs)
+
+
 def draw_sizes(max_num_seqs: int) -> list[int]:
     """Numbers of rows to capture the drawing of tokens for: far apart, since a row that is nobody's costs little."""
     return sorted({*(1 << power for power in range(max_num_seqs.bit_length())), max_num_seqs})
