@@ -15,7 +15,15 @@ from weft.core.request import Request
 
 MEMORY = 10.0  # seconds over which the load is averaged
 MOST_LOAD = 0.85  # more than this is not believed
+SURELY = 4.0  # times its work: a prompt that is given so long is read in time by an idle machine
 HOPE = 2.0  # times as fast as of late memory may come free; who would be late even so is hopeless
+
+
+class Lineup(NamedTuple):
+    """All prompts that are not computed yet, in the order of service."""
+
+    requests: list[Request]
+    rows: Rows
 
 
 class Screened(NamedTuple):
@@ -30,7 +38,7 @@ class Admission(Protocol):
     def screen(
         self,
         newcomers: Sequence[Request],
-        lineup: Callable[[Sequence[Request]], list[Prefill]],
+        lineup: Callable[[Sequence[Request]], "Lineup"],
         load: StepLoad,
         visits: int,
     ) -> Screened:
@@ -57,7 +65,7 @@ class AdmitAll:
     def screen(
         self,
         newcomers: Sequence[Request],
-        lineup: Callable[[Sequence[Request]], list[Prefill]],
+        lineup: Callable[[Sequence[Request]], "Lineup"],
         load: StepLoad,
         visits: int,
     ) -> Screened:
@@ -84,7 +92,7 @@ class DeadlineAdmission:
     def screen(
         self,
         newcomers: Sequence[Request],
-        lineup: Callable[[Sequence[Request]], list[Prefill]],
+        lineup: Callable[[Sequence[Request]], "Lineup"],
         load: StepLoad,
         visits: int,
     ) -> Screened:
@@ -102,7 +110,7 @@ class DeadlineAdmission:
                 break
             screening.remove(victims)
             visits -= found.visits
-            if visits <= 0:  # whether the others can be kept is not proved yet
+            if visits < 0:  # whether the others can be kept is not proved yet
                 return Screened([], refused, screening.newcomers)
         for request, seconds in screening.predict(found):
             self._loads.add(request.tenant, seconds)
@@ -139,6 +147,9 @@ class DeadlineAdmission:
         return self.cost.predict(after) * self.cost.decode.tail <= gap
 
     def is_possible(self, prefill: Prefill) -> bool:
+        request, first, left = prefill
+        if SURELY * self.cost.coefficients.prefill_seconds(first, left) * self.cost.bias < request.ttft_target:
+            return True  # most prompts: no need for a forecast
         idle = StepLoad(prefill.request.arrival, StepShape(), math.inf)
         alone = forecast(self.cost, self.allowance, idle, Rows.of([prefill.pack()]), 0.0)
         return bool(alone.ends[0] <= prefill.request.deadline)
@@ -147,11 +158,10 @@ class DeadlineAdmission:
 class _Screening:
     """Newcomers among the prompts that are not computed yet, in the order of service."""
 
-    def __init__(self, admission: DeadlineAdmission, newcomers: Sequence[Request], prefills: list[Prefill]) -> None:
+    def __init__(self, admission: DeadlineAdmission, newcomers: Sequence[Request], lineup: "Lineup") -> None:
         self.admission = admission
         self.newcomers = list(newcomers)
-        self.requests = [prefill.request for prefill in prefills]
-        self.rows = Rows.of([prefill.request.packed or prefill.pack() for prefill in prefills])
+        self.requests, self.rows = lineup
         self._loads = {tenant: admission.busy(tenant) for tenant in {request.tenant for request in newcomers}}
         self.busy = max(self._loads.values(), default=0.0)
         self._find()

@@ -20,7 +20,7 @@ from weft.core.budget import BATCH_SHARE, Allowance, Beside, StepLoad, least_ste
 from weft.core.cost import CostModel, decodes_alone
 from weft.core.request import Request, State
 
-GROUPS = 16
+GROUPS = 8
 QUIET = 0.25  # load up to which a step may be cut short for any first token; above,
 WORTH = 0.5  # only where that costs no more than this share of the request's own work
 
@@ -90,54 +90,81 @@ class _Walk:
         self.cost, self.allowance, self.load, self.rows = cost, allowance, load, rows
         self.quiet = busy < QUIET
         self.clock = load.start
-        self.decodes, self.context = load.shape.decodes, float(load.shape.context)
-        self.gap, self.soft_gap = load.gap, load.soft_gap
+        self.running = load.beside  # the decodes that are not among the prompts, and the tokens written meanwhile
         # All that decode now must have ended by then; until then none is assumed to.
         self.drained = load.start + load.longest * min(load.gap, load.soft_gap) if load.longest else load.start
         self.free = load.free
         self.is_full = False  # a prompt found no room even after the running requests had ended
         count = len(rows.first)
-        self.work: Array = cost.coefficients.prompt_seconds(rows.first, rows.left) * cost.bias
         self.reach: Array = rows.first + rows.left  # tokens of context that its last slice reads
+        self.work: Array = cost.coefficients.prompt_seconds(rows.first, rows.left) * cost.bias
+        self.waits = bool(load.freed is not None and rows.memory.any())
+        self.has_room = np.ones(count, np.bool_)
         self.ends = np.full(count, math.inf)
         self.expected = np.full(count, math.inf)
         self.seconds = np.zeros(count)
         self.visits = 0
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Of the prompts before each place that will decode: how many, their context, their tightest gaps."""
+        decodes = self.rows.decodes * self.has_room
+        none = decodes == 0
+        self._decodes = [0, *np.cumsum(decodes).astype(np.int64).tolist()]
+        self._context = [0.0, *np.cumsum(decodes * self.reach).tolist()]
+        gaps = (np.where(none, math.inf, gap) for gap in (self.rows.gap, self.rows.soft_gap))
+        self._gap, self._soft_gap = ([math.inf, *np.minimum.accumulate(gap).tolist()] for gap in gaps)
+
+    def _beside(self, place: int) -> Beside:
+        """The decodes when all prompts before this place have been read."""
+        decodes, context, gap, soft_gap = self.running
+        return Beside(
+            decodes + self._decodes[place],
+            context + self._context[place],
+            min(gap, self._gap[place]),
+            min(soft_gap, self._soft_gap[place]),
+        )
 
     def serve(self, begin: int, end: int) -> None:
         """Reads these prompts, all at the pace of the slowest: the last, beside all before it."""
-        self._wait_for_memory(begin, end)
+        if self.waits:
+            self._wait_for_memory(begin, end)
         reach = float(self.reach[begin:end].max())
-        beside = self._state_behind(begin, end - 1)
-        pace = self._pace(beside, reach, end - 1)
+        pace = self._pace(reach, end - 1)
         if pace is None and self.clock < self.drained < math.inf:
             self._drain()
-            beside = self._state_behind(begin, end - 1)
-            pace = self._pace(beside, reach, end - 1)
+            pace = self._pace(reach, end - 1)
         if pace is None:
-            if end - begin > 1 and not self.is_full:  # the first of them may have room
-                middle = (begin + end) // 2
-                self.serve(begin, middle)
-                self.serve(middle, end)
-            else:  # they wait until there is room, and no prompt waits for them
-                self.is_full = True
+            self._find_room(begin, end)
             return
+        beside = self._beside(end - 1)
         step = self.allowance.step(self.cost, beside, reach)
-        self.seconds[begin:end] = self.work[begin:end] / pace
-        clocks = self.clock + np.cumsum(self.seconds[begin:end])
+        seconds = self.work[begin:end] / pace
+        self.seconds[begin:end] = seconds
+        clocks = self.clock + np.cumsum(seconds)
         read = float(clocks[-1]) - self.clock
         self._note_ends(begin, end, clocks, step)
-        behind = self._state_behind(begin, end)
         self.clock = float(clocks[-1])
-        self.decodes, self.gap, self.soft_gap = behind.decodes, behind.gap, behind.soft_gap
-        self.context = behind.context + beside.decodes * read / step  # each that decodes writes a token a step
+        written = beside.decodes * read / step  # each that decodes writes a token a step
+        self.running = self.running._replace(context=self.running.context + written)
+
+    def _find_room(self, begin: int, end: int) -> None:
+        """Some of these prompts have no room: the first of them may. The others wait, and no prompt waits for them."""
+        if end - begin > 1 and not self.is_full:
+            middle = (begin + end) // 2
+            self.serve(begin, middle)
+            self.serve(middle, end)
+        else:
+            self.is_full = True
+            self.has_room[begin:end] = False
+            self._sum_up()
 
     def _note_ends(self, begin: int, end: int, clocks: Array, step: float) -> None:
         """First tokens come at the end of a step, whatever else that carries. A step will be cut short for one that
         is due (see Budget.tighten), which costs the others one step more; in a group, that is not counted with."""
-        bias = self.cost.bias
+        bias, beside = self.cost.bias, self._beside(begin)
         ends = clocks + step * bias
-        more = least_step(self.cost, self.decodes, self.context, float(self.reach[begin])) * bias
+        more = least_step(self.cost, beside.decodes, beside.context, float(self.reach[begin])) * bias
         self.expected[begin:end] = np.minimum(ends, clocks + more)
         is_cut = end - begin == 1 and self.allowance.cuts and ends[0] > self.rows.deadline[begin]
         if is_cut and (self.quiet or more <= WORTH * self.seconds[begin]):
@@ -147,28 +174,16 @@ class _Walk:
         late = np.sqrt(step * np.maximum(0.0, ends - self.load.start))
         self.ends[begin:end] = ends + self.cost.prefill.spread * late
 
-    def _state_behind(self, begin: int, end: int) -> Beside:
-        """The decodes when all these prompts have been read, without the tokens written meanwhile."""
-        if begin == end:
-            return Beside(self.decodes, self.context, self.gap, self.soft_gap)
-        decodes = self.rows.decodes[begin:end]
-        some = decodes > 0
-        return Beside(
-            self.decodes + int(decodes.sum()),
-            self.context + float((self.reach[begin:end] * decodes).sum()),
-            min(self.gap, float(self.rows.gap[begin:end].min(where=some, initial=math.inf))),
-            min(self.soft_gap, float(self.rows.soft_gap[begin:end].min(where=some, initial=math.inf))),
-        )
-
     def _wait_for_memory(self, begin: int, end: int) -> None:
         need = float(self.rows.memory[begin:end].sum())
         if need and self.load.freed is not None:
             self.clock = max(self.clock, self.load.start + max(0.0, need - self.free) / self.load.freed)
         self.free -= float((self.rows.memory[begin:end] * self.rows.decodes[begin:end]).sum())
 
-    def _pace(self, beside: Beside, reach: float, last: int) -> float | None:
+    def _pace(self, reach: float, last: int) -> float | None:
         """Seconds of prefill work in a second; None where there is none, or where prompt `last` could not decode."""
         self.visits += 1
+        beside = self._beside(last)
         pace = self.allowance.pace(self.cost, beside, reach)
         if not beside.decodes:
             return pace or 1.0  # waiting would not make it any better, and an engine that serves nothing learns nothing
@@ -184,7 +199,6 @@ class _Walk:
     def _drain(self) -> None:
         """Waits until all requests that decode now have ended."""
         self.clock = self.drained
-        self.decodes = max(0, self.decodes - self.load.shape.decodes)
-        self.context = max(0.0, self.context - self.load.shape.context)
-        if not self.decodes:
-            self.gap = self.soft_gap = math.inf
+        shape = self.load.shape
+        written = max(0.0, self.running.context - shape.context)
+        self.running = Beside(max(0, self.running.decodes - shape.decodes), written, math.inf)

@@ -11,7 +11,7 @@ class HostCost:
     step: float = 0.0  # plan, submit and commit of a step, whatever it carries
     row: float = 0.0  # each row of it
     arrival: float = 0.0  # taking a request in
-    visit: float = 15e-6  # one queue entry that screening looks at
+    visit: float = 20e-6  # one queue entry that screening looks at
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -14,17 +14,18 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.admission import Lineup
 from weft.core.blocks import BlockPool
-from weft.core.budget import BATCH_SHARE, IDLE_STEP, Budget, StepLoad
+from weft.core.budget import BATCH_SHARE, Budget, StepLoad
 from weft.core.cost import StepShape, decodes_alone, slice_pairs, slice_reach
 from weft.core.draft import NO_SLOTS, Draft, ints
-from weft.core.forecast import Prefill
+from weft.core.forecast import GROUPS, Prefill, Rows
 from weft.core.host import HostCost
 from weft.core.policies import Policy
 from weft.core.prefix import PrefixCache
 from weft.core.promises import Source
 from weft.core.queue import Queue, Turns, line_up, service_of
-from weft.core.request import Request, State
+from weft.core.request import Rank, Request, State
 from weft.core.slots import Slots
 from weft.core.step import BlockUpdates, Outcome, StepPlan, StepRecord
 from weft.core.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT, Account, Tenants
@@ -32,8 +33,9 @@ from weft.core.turnover import Turnover
 from weft.errors import QueueFullError, RequestError
 
 NOBODY: frozenset[Request] = frozenset()
-SCREENING_SHARE = 0.04  # of the tightest gap target: most that screening may take of one plan
-FEWEST_VISITS = 16  # queue entries that a plan looks at for screening, however slow the host
+SCREENING_SHARE = 0.06  # of the tightest gap target: most that screening may take of one plan,
+MOST_SCREENING = 0.0012  # and most seconds
+FEWEST_VISITS = 24  # queue entries that a plan looks at for screening, however slow the host
 
 
 class Scheduler:
@@ -83,6 +85,7 @@ class Scheduler:
         self._is_idle = True  # no step is in flight
         self._fresh: list[Request] = []  # came since the last plan, to be screened by the next
         self._fresh_tokens = 0
+        self._unsorted = False  # whether some came since they were put in order
         self.refused: list[Request] = []  # since the owner last looked; it empties the list
         self._draft = Draft()
         self._turnover = Turnover()
@@ -120,6 +123,7 @@ class Scheduler:
             request.turn = max(0, request.account.waiting[request.batch, request.user] - 1)
         request.rank = self.policy.order.rank(request)
         self._fresh.append(request)
+        self._unsorted = True
         self._fresh_tokens += request.known
 
     def abort(self, request: Request, reason: str = "abort", now: float | None = None) -> None:
@@ -561,15 +565,21 @@ class Scheduler:
             return
         load = self._firm_load(load)
         visits = self._visits(load)
-        self._fresh.sort(key=_screening_order)
-        while self._fresh and visits > 0:
-            newcomers = _of_one_class(self._fresh[:visits])
+        if self._unsorted:
+            self._unsorted = False
+            self._fresh.sort(key=_due)
+            self._fresh.sort(key=_class)
+        while self._fresh and (visits > 0 or not (self.running or self.queue)):  # an idle device waits for the first
+            newcomers = _of_one_class(self._fresh[: max(1, visits - GROUPS)])
             del self._fresh[: len(newcomers)]
-            visits -= len(newcomers)
+            visits -= len(newcomers) + GROUPS
             for request in newcomers:
                 self._meet(request)
             screened = self.policy.admission.screen(
-                newcomers, partial(self._prefills, load.start), self._load_for(newcomers[0], load), visits
+                newcomers,
+                partial(self._lineup, load.start),
+                self._load_for(newcomers[0], load),
+                max(visits, 0) + GROUPS,
             )
             for request in screened.kept:
                 self._fresh_tokens -= request.known
@@ -577,15 +587,13 @@ class Scheduler:
             for request in screened.refused:
                 self._fresh_tokens -= request.known
                 self._refuse(request, now)
-            if screened.left:
-                self._fresh[:0] = screened.left
-                break
+            self._fresh[:0] = screened.left
         self._refuse_hopeless(load, now)
 
     def _visits(self, load: StepLoad) -> int:
         """How many queue entries this plan may look at for screening: a small share of the tightest gap target."""
-        gap = min(load.gap, load.soft_gap, IDLE_STEP)
-        return max(FEWEST_VISITS, int(SCREENING_SHARE * gap / self.host.visit))
+        seconds = min(SCREENING_SHARE * min(load.gap, load.soft_gap), MOST_SCREENING)
+        return max(FEWEST_VISITS, int(seconds / self.host.visit))
 
     def _meet(self, request: Request) -> None:
         """Finds out what the prefix cache has of a newcomer, and whether its promise is possible at all."""
@@ -619,12 +627,12 @@ class Scheduler:
         self._end(request, "refused", now)
         self.refused.append(request)
 
-    def _prefills(self, now: float, newcomers: Sequence[Request] = ()) -> list[Prefill]:
-        """All prompts that are not computed yet, in the policy's order."""
+    def _lineup(self, now: float, newcomers: Sequence[Request]) -> Lineup:
+        """All prompts that are not computed yet, the newcomers included, in the policy's order."""
         overtakes = self.policy.order.overtakes
         waiting = chain(self.queue, newcomers)
         order = line_up(waiting, self._prefilling, overtakes, lambda r: self._left_of(r).left, now)
-        return [self._left_of(request) for request in order]
+        return Lineup(order, Rows.of([request.packed or self._left_of(request).pack() for request in order]))
 
     def _left_of(self, request: Request) -> Prefill:
         done = int(self.slots.planned[request.slot]) if request.state is State.RUNNING else request.expected_hits
@@ -778,13 +786,16 @@ def _account(request: Request) -> Account:
 
 def _of_one_class(requests: list[Request]) -> list[Request]:
     """The first requests, as far as they are of the class of the very first."""
-    own = requests[0].rank[:2]
-    return list(takewhile(lambda request: request.rank[:2] == own, requests))
+    own = _class(requests[0])
+    return list(takewhile(lambda request: _class(request) == own, requests))
 
 
-def _screening_order(request: Request) -> tuple[object, ...]:
-    """Classes apart, then the earliest deadline first."""
-    return (*request.rank[:2], request.due, request.arrival)
+def _due(request: Request) -> float:
+    return request.due
+
+
+def _class(request: Request) -> Rank:
+    return request.rank[:2]
 
 
 def _age(request: Request) -> tuple[bool, int, float, str]:
