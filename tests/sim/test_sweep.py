@@ -16,7 +16,8 @@ import pytest
 
 from weft.errors import OptionError
 from weft.sim.profiles import load_profile
-from weft.sim.sweep import (
+from weft.sim.sweep import append_scores, header_of, load_material, open_scores, read_scores, sweep
+from weft.sim.sweep_board import (
     BEATEN,
     COURSES,
     FALLEN,
@@ -26,17 +27,11 @@ from weft.sim.sweep import (
     Row,
     Run,
     Score,
-    append_scores,
     coarse_scale,
     fine_scale_from,
     fine_scales,
-    header_of,
     highest,
     is_plain,
-    load_material,
-    open_scores,
-    read_scores,
-    sweep,
     usefulness,
 )
 from weft.sim.sweep_report import Findings, report_text, write_report

@@ -7,7 +7,8 @@ from typing import Any
 
 from weft.errors import OptionError
 from weft.sim.compare import KEPT_GAPS
-from weft.sim.sweep import (
+from weft.sim.sweep import read_scores
+from weft.sim.sweep_board import (
     BEATEN,
     COARSE,
     FALLEN,
@@ -20,7 +21,6 @@ from weft.sim.sweep import (
     Row,
     Score,
     highest,
-    read_scores,
 )
 
 # What is claimed, and about which trace the third claim is.
