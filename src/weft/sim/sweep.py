@@ -1,10 +1,11 @@
 """Goodput over rates: every policy, over two traces, four gap targets and two truths, at the same absolute rates.
 
 Results are lines of JSON, written as they come. What is in the file is not run again, so a sweep can be stopped at any
-time and go on later. From top to bottom: the file, the workers, the sweep. sweep_board.py says what is run,
-sweep_report.py makes the tables.
+time and go on later. From top to bottom: the file, the workers, the sweep. sweep_board.py and
+sweep_capacity.py say what is run, sweep_report.py makes the tables.
 """
 
+import ast
 import hashlib
 import heapq
 import json
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Any
 from weft import __version__
 from weft.core import Targets
 from weft.errors import EngineError, OptionError
+from weft.sim import sweep_capacity
 from weft.sim.compare import kept_promises, run_policy
 from weft.sim.profiles import Profile, load_profile
 from weft.sim.simulator import Truth
@@ -32,6 +35,8 @@ from weft.sim.sweep_board import TRUTHS, Board, Grid, Run, Score, six_digits, us
 from weft.sim.traces import Trace, load_trace
 
 PROFILE = "h200-llama-3-8b"
+DECISIVE = ("compare.py", "simulator.py", "traces.py")  # of sim/, beside all of core/
+PARTS = ("all", "peaks", "capacity")
 STALE = 1.0  # seconds between looks at the clock, and at whether the parent is still there
 
 # --- the file ---
@@ -40,7 +45,27 @@ STALE = 1.0  # seconds between looks at the clock, and at whether the parent is 
 def header_of(profile: Profile) -> dict[str, Any]:
     content = {name: value for name, value in asdict(profile).items() if name != "name"}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-    return {"profile": profile.name, "profile_hash": digest, "weft": __version__}
+    return {"profile": profile.name, "profile_hash": digest, "weft": __version__, "scheduler": scheduler_hash()}
+
+
+@cache
+def scheduler_hash() -> str:
+    """Of the code that decides the outcome of a run: the core, the simulator, and how promises and traces are read."""
+    package = Path(__file__).parents[1]
+    files = [*sorted((package / "core").rglob("*.py")), *(package / "sim" / name for name in DECISIVE)]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + code_of(file.read_text(encoding="utf-8")).encode() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def code_of(source: str) -> str:
+    """The code without its comments, docstrings and layout, which decide nothing."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
 
 
 def read_scores(path: Path) -> tuple[dict[str, Any], list[Score], int]:
@@ -132,9 +157,10 @@ def score_run(run: Run, material: Material) -> list[Score]:
     promises = {gap: Targets(gap / 1000, course.ttft, course.ttft_per_1k) for gap in gaps}
     truth = Truth(profile.coefficients, **TRUTHS[run.truth])
     played = run_policy(run.policy, base.scaled(run.scale), profile, promises[gaps[0]], truth)
+    tokens = played.prompt_tokens + played.output_tokens
     scores = []
     for gap, targets in promises.items():
-        kept = int(kept_promises(played, targets).sum())
+        kept = kept_promises(played, targets)
         scores.append(
             Score(
                 trace=run.trace,
@@ -143,11 +169,13 @@ def score_run(run: Run, material: Material) -> list[Score]:
                 scale=run.scale,
                 rate_rps=six_digits(run.scale * len(base.arrivals) / base.span),
                 gap_ms=gap,
-                kept=kept,
-                goodput_rps=six_digits(kept / played.span),
+                kept=int(kept.sum()),
+                goodput_rps=six_digits(kept.sum() / played.span),
                 refused=int(played.refused.sum()),
                 preemptions=played.preemptions,
                 requests=len(base.arrivals),
+                kept_tokens=six_digits(tokens[kept].sum() / tokens.sum()),
+                longest_gap_ms=six_digits(1000 * played.gaps.max(initial=0.0)),
             )
         )
     return scores
@@ -226,18 +254,21 @@ def sweep(
     jobs: int,
     only: str = "",
     seconds: float = math.inf,
+    part: str = "all",
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Runs what is wanted and not in the file yet, for at most so many seconds. Returns how many runs are left."""
     end = time.monotonic() + seconds
     grid = material.grid
+    if part not in PARTS:
+        raise OptionError(f"--part {part!r} is not known; there are {', '.join(PARTS)}")
     if not any(only in run.name for run in grid.coarse_runs()):
         example = grid.coarse_runs()[0].name
         raise OptionError(f"--only {only!r} is in no run's name; such a name is {example}")
     header = header_of(material.profile)
     board = Board(grid, open_scores(path, header))
     queue = Queue(grid, only)
-    queue.add(board.missing())
+    queue.add(missing_runs(board, part))
     crew = Crew(jobs if queue.heap else 0, material)
     try:
         while (queue.heap or crew.busy) and time.monotonic() < end:
@@ -249,12 +280,24 @@ def sweep(
                     board.add(score)
                 queue.done += 1
                 for gap in run.gaps(grid):
-                    queue.add(board.wanted(run.trace, run.truth, gap))
+                    queue.add(wanted_runs(board, run.trace, run.truth, gap, part))
             tell(queue.done, len(queue.seen))
     finally:
         crew.close()
         sort_scores(path, header, board.scores())
     return len(queue.seen) - queue.done
+
+
+def wanted_runs(board: Board, trace: str, truth: str, gap: int, part: str = "all") -> list[Run]:
+    """The runs of a part of the sweep, see PARTS, that the scores so far ask for and that are not done."""
+    peaks = [] if part == "capacity" else board.wanted(trace, truth, gap)
+    capacity = [] if part == "peaks" else sweep_capacity.wanted(board, trace, truth, gap)
+    return list(dict.fromkeys(peaks + capacity))
+
+
+def missing_runs(board: Board, part: str = "all") -> list[Run]:
+    """As `wanted_runs`, for all traces, truths and gap targets."""
+    return list(dict.fromkeys(run for group in board.grid.groups() for run in wanted_runs(board, *group, part)))
 
 
 class Queue:

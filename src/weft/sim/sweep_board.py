@@ -139,6 +139,8 @@ class Score(NamedTuple):
     refused: int
     preemptions: int
     requests: int
+    kept_tokens: float | None = None  # share of the tokens offered, of prompts and outputs, in requests that were kept
+    longest_gap_ms: float | None = None  # of any request
 
     @property
     def row(self) -> Row:
@@ -212,50 +214,57 @@ class Board:
         rows = (Row(run.trace, run.truth, run.policy, gap) for gap in run.gaps(self.grid))
         return all(run.scale in self.row(row) for row in rows)
 
-    def next_coarse(self, row: Row) -> float | None:
-        """The rate of the grid that is to be run next; None where the others do not matter.
+    def peak_search(self, row: Row) -> tuple[list[float], float | None]:
+        """The rates of the grid that the search for a peak has run, in its order, and the next; None when it is done.
 
-        Goodput is never above the rate. So who refuses is run from the highest rate down, as far as the rate exceeds
-        its best goodput so far, and an ablated chunk also only as far as the rate exceeds BEATEN times slo's peak. Who
-        refuses nobody is run from the lowest rate up.
+        Goodput is never above the rate. So a policy that refuses is run from the highest rate down, as far as the rate
+        exceeds its best goodput so far, and an ablated chunk also only as far as the rate exceeds BEATEN times slo's
+        peak. A policy that refuses nobody is run from the lowest rate up, until it has fallen. Other rates, that were
+        run to find the capacity, change nothing here.
         """
-        scales = self.grid.scales(row.trace)
         if is_plain(row.policy):
-            return next((scale for scale in scales if not self.has(Run.of(*row, scale))), None)
-        best = 0.0
+            done, fallen = self._until_fallen(row.trace, row.truth, row.policy)
+            left = self.grid.scales(row.trace)[len(done) :]
+            return done, left[0] if left and not fallen else None
+        done, best = [], 0.0
         if row.policy != "slo":
             peak = self.coarse_peak(row._replace(policy="slo"))
             best = BEATEN * peak.goodput_rps / self.unit(row.trace) if peak is not None else math.inf
-        for scale in reversed(scales):
+        for scale in reversed(self.grid.scales(row.trace)):
             score = self.row(row).get(scale)
-            if score is None:
-                return scale if scale > best else None
+            if scale <= best or score is None:
+                return done, scale if scale > best else None
+            done.append(scale)
             best = max(best, score.goodput_rps / self.unit(row.trace))
-        return None
+        return done, None
+
+    def _until_fallen(self, trace: str, truth: str, policy: str) -> tuple[list[float], bool]:
+        """The lowest rates of the grid, up to the first that was not run or to where a plain policy has fallen.
+
+        It has fallen when, at two rates in a row, it kept next to nothing of its peak under any gap target.
+        """
+        rows = [self.row(Row(trace, truth, policy, gap)) for gap in self.grid.gaps_ms]
+        best = [0.0] * len(rows)
+        done: list[float] = []
+        for scale in self.grid.scales(trace):
+            if not all(scale in row for row in rows):
+                break
+            done.append(scale)
+            best = [max(most, row[scale].goodput_rps) for row, most in zip(rows, best, strict=True)]
+            last = ((row[one].goodput_rps, most) for row, most in zip(rows, best, strict=True) for one in done[-2:])
+            if len(done) > 2 and all(goodput < FALLEN * most or goodput == 0 for goodput, most in last):
+                return done, True
+        return done, False
 
     def has_fallen(self, trace: str, truth: str, policy: str) -> bool:
-        """Whether a plain policy, at two rates in a row, kept next to nothing of its peak under any gap target."""
-        for gap in self.grid.gaps_ms:
-            scores = self.row(Row(trace, truth, policy, gap))
-            scales = [s for s in self.grid.scales(trace) if self.has(Run.of(trace, truth, policy, gap, s))]
-            on_grid = [scores[scale] for scale in scales]
-            if len(on_grid) < 3:
-                return False
-            best = highest(on_grid).goodput_rps
-            if any(score.goodput_rps >= FALLEN * best and score.goodput_rps > 0 for score in on_grid[-2:]):
-                return False
-        return True
-
-    def wanted_coarse(self, row: Row) -> float | None:
-        """As `next_coarse`; a plain policy is done when it has fallen."""
-        if is_plain(row.policy) and self.has_fallen(row.trace, row.truth, row.policy):
-            return None
-        return self.next_coarse(row)
+        """Whether a plain policy kept next to nothing of its peak at two rates in a row, under any gap target."""
+        return self._until_fallen(trace, truth, policy)[1]
 
     def is_complete(self, row: Row) -> bool:
         """Whether all rates of the grid that matter were run; an ablated chunk's are known when slo's are."""
         waits = not is_plain(row.policy) and row.policy != "slo" and not self.is_complete(row._replace(policy="slo"))
-        return bool(self.row(row)) and not waits and self.wanted_coarse(row) is None
+        done, following = self.peak_search(row)
+        return bool(done) and not waits and following is None
 
     def unit(self, trace: str) -> float:
         """Requests in a second at the trace's own rate."""
@@ -265,7 +274,7 @@ class Board:
         """The highest goodput on the grid; None while rates that might be higher are missing."""
         if not self.is_complete(row):
             return None
-        return highest(score for scale, score in self.row(row).items() if scale in self.grid.scales(row.trace))
+        return highest(self.row(row)[scale] for scale in self.peak_search(row)[0])
 
     def best_of(self, policies: Sequence[str], trace: str, truth: str, gap: int) -> str | None:
         """The policy with the highest peak on the grid; None while rates of any of them are missing."""
@@ -289,15 +298,15 @@ class Board:
         return near
 
     def peak(self, row: Row) -> Score | None:
-        """The highest goodput that was found; None where there is no score at all.
+        """The highest goodput that was found; None before the search for it has begun.
 
         slo's is looked for where the others' is: the point that was run to see what becomes of it in overload is not
         one of them.
         """
-        scores = self.row(row)
+        scores = self.row(row) if self.peak_search(row)[0] else {}
         if row.policy == "slo":
             near = self.near_peaks(row.trace, row.truth, row.gap_ms).get("slo", set())
-            allowed = near.union(self.grid.scales(row.trace))
+            allowed = near.union(self.peak_search(row)[0])
             scores = {scale: score for scale, score in scores.items() if scale in allowed}
         return highest(scores.values()) if scores else None
 
@@ -318,7 +327,7 @@ class Board:
         """The runs that the scores so far ask for and that are not done."""
         points = []
         for policy in self.grid.policies:
-            scale = self.wanted_coarse(Row(trace, truth, policy, gap))
+            scale = self.peak_search(Row(trace, truth, policy, gap))[1]
             points += [(policy, scale)] if scale is not None else []
         for policy, scales in self.near_peaks(trace, truth, gap).items():
             points += [(policy, scale) for scale in sorted(scales)]
