@@ -16,7 +16,8 @@ import pytest
 
 from weft.errors import OptionError
 from weft.sim.profiles import load_profile
-from weft.sim.sweep import (
+from weft.sim.sweep import append_scores, header_of, load_material, missing_runs, open_scores, read_scores, sweep
+from weft.sim.sweep_board import (
     BEATEN,
     COURSES,
     FALLEN,
@@ -26,17 +27,11 @@ from weft.sim.sweep import (
     Row,
     Run,
     Score,
-    append_scores,
     coarse_scale,
     fine_scale_from,
     fine_scales,
-    header_of,
     highest,
     is_plain,
-    load_material,
-    open_scores,
-    read_scores,
-    sweep,
     usefulness,
 )
 from weft.sim.sweep_report import Findings, report_text, write_report
@@ -87,7 +82,9 @@ World = Callable[[Run, int], float]
 def invent(run: Run, gap: int, goodput: float) -> Score:
     """As in a real run, goodput must not be above the rate: what is not run follows from that."""
     assert goodput <= UNIT * run.scale * (1 + 1e-9)
-    return Score(run.trace, run.truth, run.policy, run.scale, UNIT * run.scale, gap, 1, goodput, 0, 0, 100)
+    rate, requests = UNIT * run.scale, 1000
+    kept = round(requests * goodput / rate)
+    return Score(run.trace, run.truth, run.policy, run.scale, rate, gap, kept, goodput, 0, 0, requests)
 
 
 def invented(grid: Grid, runs: Iterable[Run], goodput: World) -> list[Score]:
@@ -457,7 +454,7 @@ def test_the_file_is_the_same_whatever_the_number_of_workers(folder: Path, fresh
     assert (folder / "1").read_bytes() == fresh.read_bytes()
     header, scores, _ = read_scores(folder / "1")
     assert header == header_of(load_profile("h200-llama-3-8b"))
-    assert not Board(SMALL, scores).missing()
+    assert not missing_runs(Board(SMALL, scores))
     assert [score.order for score in scores] == sorted(score.order for score in scores)
     own = (len(material.traces["azure"].arrivals)) / material.traces["azure"].span
     for score in scores:
@@ -489,7 +486,8 @@ def test_only_runs_what_was_asked_for_and_the_rest_can_follow(folder: Path, fres
 
 def test_it_stops_in_time_and_says_what_is_left(folder: Path) -> None:
     material = load_material(SMALL, folder)
-    assert sweep(material, folder / "out", 2, seconds=0) == len(Board(SMALL).missing()) == 2 + 3
+    assert sweep(material, folder / "out", 2, seconds=0) == len(missing_runs(Board(SMALL)))
+    assert sweep(material, folder / "out", 2, seconds=0, part="peaks") == len(Board(SMALL).missing()) == 2 + 3
     assert read_scores(folder / "out")[1] == []
 
 
@@ -616,13 +614,17 @@ def test_a_line_that_was_cut_off_is_dropped_even_the_first(tmp_path: Path) -> No
 # --- the report ---
 
 
+def claims_in(text: str) -> list[str]:
+    """Its numbered paragraphs."""
+    return [part for part in text.split("## The claims")[1].strip().split("\n\n") if part[0].isdigit()]
+
+
 def test_the_report_states_what_the_scores_say() -> None:
     text = report_text("s.jsonl", {"profile": "p", "weft": "1"}, won())
-    assert "Not finished" not in text
     claims = text.split("## The claims")[1]
     assert claims.count("**holds**") == 8  # four claims, two truths
     assert "does not" not in claims
-    row = next(line for line in text.splitlines() if line.startswith("| mooncake, 15 ms"))
+    row = next(line for line in text.splitlines() if line.startswith("| mooncake, 15 ms |"))
     assert "| 10 (" in row
     assert "| 64: 9." in row
     assert "| 64: 5.9" in row
@@ -648,14 +650,14 @@ def test_the_report_says_where_a_claim_fails() -> None:
             return 0.5 * plain_falls(run, gap)
         return plain_falls(run, gap)
 
-    claims = report_text("f", {}, filled(INVENTED, fails)).split("## The claims")[1].strip().split("\n\n")
+    claims = claims_in(report_text("f", {}, filled(INVENTED, fails)))
     assert [claim.count("**does not hold**") for claim in claims] == [0, 0, 0, 1]
     assert "disturbed: **does not hold** (0.50" in claims[3]
 
     def slow(run: Run, gap: int) -> float:
         return 0.5 * plain_falls(run, gap) if run.policy == "slo" and run.trace == "mooncake" else plain_falls(run, gap)
 
-    claims = report_text("f", {}, filled(INVENTED, slow)).split("## The claims")[1].strip().split("\n\n")
+    claims = claims_in(report_text("f", {}, filled(INVENTED, slow)))
     assert [claim.count("**does not hold**") for claim in claims] == [2, 0, 2, 0]
     assert "least for mooncake, 15 ms" in claims[0]
 
@@ -687,11 +689,12 @@ def test_a_peak_below_the_lowest_rate_counts_as_that_rate(step: int) -> None:
     assert one.peaks["slo-order:512"].goodput_rps == 1.0
     assert one.most("slo-order:512") == pytest.approx(LOWEST)  # it is above BEATEN of slo's peak, so it was run there
     text = report_text("f", {}, board)
-    rows = [line for line in text.splitlines() if line.startswith("| mooncake, 15 ms")]
-    star = "\\*" if step == -4 else ""
-    assert [row.count(f"| 64: 0.5 ({UNIT * coarse_scale(step):.3g}){star} |") for row in rows] == [1, 1]
+    rows = [line for line in text.splitlines() if line.startswith("| mooncake, 15 ms |")]
+    star, rate = "\\*" if step == -4 else "", UNIT * coarse_scale(step)
+    share = round(1000 * 0.5 / rate) / 1000
+    assert [row.count(f"| 64: 0.5 ({share:.0%} of {rate:.3g}){star} |") for row in rows] == [1, 1]
     assert [row.count(f"| {3.5 / LOWEST:.3f} |") for row in rows] == [1, 1]
-    claims = text.split("## The claims")[1].strip().split("\n\n")
+    claims = claims_in(text)
     assert [claim.count("**does not hold**") for claim in claims] == [0, 2, 2, 0]
     for policy in (*INVENTED.fixed, *INVENTED.ablated):
         assert f"| {policy} | {LOWEST / 3.5:.3f} (" in text
@@ -708,7 +711,7 @@ def test_a_peak_above_the_lowest_rate_counts_as_what_it_is() -> None:
     assert one.over_best("chunked:64") == pytest.approx(3 / 7)
     assert one.most("slo-order:64") == one.most("slo") == 7.0
     assert one.over_ablated() == 1.0
-    claims = report_text("f", {}, board).split("## The claims")[1].strip().split("\n\n")
+    claims = claims_in(report_text("f", {}, board))
     assert [claim.count("**holds**") for claim in claims] == [2, 2, 2, 2]
     assert "(2.333 or more, least for mooncake, 15 ms)" in claims[2]
 

@@ -1,4 +1,4 @@
-"""`weft sweep`: goodput of every policy over rates and gap targets, and the table that says who wins."""
+"""`weft sweep`: capacity and goodput of every policy over rates and gap targets, and the tables that compare them."""
 
 import argparse
 import os
@@ -14,7 +14,11 @@ no targets, so that one run, such as mooncake/disturbed/chunked:512/, is scored 
 ablated chunk (slo-order:N) is run depends on slo's results for the same trace and gap, which therefore come first.
 
 FILE has one line of JSON a run and gap target. What is in it is not run again: a sweep that was stopped goes on where
-it was. It knows the profile and the version of weft, not the code: after a change of the scheduler, take another file.
+it was. It names the profile, the version of weft and the scheduler (a hash of the code that decides the outcome of a
+run, without its comments): after a change of any of them, take another file. --report warns of another scheduler.
+
+--part capacity runs only what the table of capacities needs: for slo, the best slo-order:N, the best chunked:N and
+monolithic, the highest rates at which 90% and 99% of all requests keep their promises. --part peaks runs the rest.
 """
 
 
@@ -32,6 +36,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     add("--out", type=Path, required=True, metavar="FILE", help="results, JSON lines; added to if it is there")
     add("--jobs", type=int, metavar="N", help="processes (default: one a core)")
     add("--only", default="", metavar="SUBSTRING", help="only runs with this in their name, see below")
+    add("--part", choices=("all", "peaks", "capacity"), default="all", help="what to run, see below (default: all)")
     add("--table", type=Path, metavar="FILE.md", help="also write tables and claims, in Markdown")
     add("--report", action="store_true", help="only write --table from what is in --out; nothing is run")
     add("--no-progress", dest="progress", action="store_false", help="no progress bar")
@@ -39,7 +44,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from weft.sim.sweep import Grid, check_jobs, load_material, sweep
+    from weft.sim.sweep import check_jobs, load_material, sweep
+    from weft.sim.sweep_board import Grid
     from weft.sim.sweep_report import write_report
 
     if arguments.report and arguments.table is None:
@@ -51,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_jobs(jobs)
         material = load_material(Grid(), arguments.traces)
         with _growing_bar(arguments.progress) as tell:
-            sweep(material, arguments.out, jobs, arguments.only, tell=tell)
+            sweep(material, arguments.out, jobs, arguments.only, part=arguments.part, tell=tell)
     if arguments.table is not None:
         write_report(arguments.out, arguments.table, Grid())
     return 0

@@ -1,10 +1,11 @@
 """Goodput over rates: every policy, over two traces, four gap targets and two truths, at the same absolute rates.
 
 Results are lines of JSON, written as they come. What is in the file is not run again, so a sweep can be stopped at any
-time and go on later. From top to bottom: the grid and its runs, what is known and what that makes wanted, the file, the
-workers, the sweep. sweep_report.py makes the tables.
+time and go on later. From top to bottom: the file, the workers, the sweep. sweep_board.py and
+sweep_capacity.py say what is run, sweep_report.py makes the tables.
 """
 
+import ast
 import hashlib
 import heapq
 import json
@@ -15,357 +16,28 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from weft import __version__
 from weft.core import Targets
 from weft.errors import EngineError, OptionError
+from weft.sim import sweep_capacity
 from weft.sim.compare import kept_promises, run_policy
 from weft.sim.profiles import Profile, load_profile
 from weft.sim.simulator import Truth
+from weft.sim.sweep_board import TRUTHS, Board, Grid, Run, Score, six_digits, usefulness
 from weft.sim.traces import Trace, load_trace
 
 PROFILE = "h200-llama-3-8b"
-COARSE, FINE = 1.15, 1.03  # ratios of neighbouring rates, on the grid and near a peak
-DISTURBED = {"bias": 0.1, "noise": 0.05, "seed": 0}
-TRUTHS: dict[str, dict[str, Any]] = {"exact": {}, "disturbed": DISTURBED}
-FALLEN = 0.1  # of the peak: what a policy that refuses nobody keeps once it is drowned
-BEATEN = 0.8  # of slo's peak: at rates below this, and so with goodput below it, nobody is a match for slo
-OVERLOAD = 1.5  # times the rate of slo's peak
+DECISIVE = ("compare.py", "simulator.py", "traces.py")  # of sim/, beside all of core/
+PARTS = ("all", "peaks", "capacity")
 STALE = 1.0  # seconds between looks at the clock, and at whether the parent is still there
-
-# --- the grid and its runs ---
-
-
-@dataclass(frozen=True)
-class Course:
-    """A trace of the sweep: its promises in seconds, and its rates, which are COARSE**lowest to COARSE**highest."""
-
-    name: str
-    file: str
-    ttft: float
-    ttft_per_1k: float
-    lowest: int
-    highest: int
-
-
-# Goodput is never above the rate, so that below the lowest rate no policy has more goodput than that rate; it is far
-# below what slo reaches, and slower arrivals make the longest runs of all. The high ends are where the offered prefill
-# work alone is about twice what the device can do in the time (the profile's seconds for each token and pair, in steps
-# that are bound by arithmetic, over the seconds of arrivals). For Azure that is the case at x17.6, and 1.15**20 is
-# x16.4 (1.9 times); for Mooncake at x1.24 if nothing were cached and at x1.74 with an unlimited prefix cache, and
-# 1.15**4 is x1.75 (2.8 and 2.0 times).
-COURSES = (
-    Course("azure", "AzureLLMInferenceTrace_conv.csv", 1.0, 0.0, lowest=3, highest=20),
-    Course("mooncake", "mooncake_conversation_trace.jsonl", 1.0, 0.25, lowest=-9, highest=4),
-)
-
-
-@dataclass(frozen=True)
-class Grid:
-    """What is swept."""
-
-    courses: tuple[Course, ...] = COURSES
-    truths: tuple[str, ...] = tuple(TRUTHS)
-    gaps_ms: tuple[int, ...] = (15, 25, 50, 100)
-    chunks: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    duration: float = 600.0  # seconds of the trace, before it is scaled
-
-    @property
-    def ablated(self) -> tuple[str, ...]:
-        return tuple(f"slo-order:{chunk}" for chunk in self.chunks)
-
-    @property
-    def fixed(self) -> tuple[str, ...]:
-        return tuple(f"chunked:{chunk}" for chunk in self.chunks)
-
-    @property
-    def policies(self) -> tuple[str, ...]:
-        return ("slo", *self.ablated, *self.fixed, "monolithic")
-
-    def course(self, name: str) -> Course:
-        return next(course for course in self.courses if course.name == name)
-
-    def scales(self, trace: str) -> list[float]:
-        course = self.course(trace)
-        return [coarse_scale(step) for step in range(course.lowest, course.highest + 1)]
-
-    def groups(self) -> Iterator[tuple[str, str, int]]:
-        """Trace, truth and gap target: what the rows of different policies have in common."""
-        for truth in self.truths:
-            for course in self.courses:
-                for gap in self.gaps_ms:
-                    yield course.name, truth, gap
-
-    def coarse_runs(self) -> list["Run"]:
-        runs = {
-            Run.of(trace, truth, policy, gap, scale): None
-            for trace, truth, gap in self.groups()
-            for policy in self.policies
-            for scale in self.scales(trace)
-        }
-        return list(runs)
-
-
-def is_plain(policy: str) -> bool:
-    """Whether a policy looks at no targets, so that one run tells about all of them."""
-    return not policy.startswith("slo")
-
-
-class Row(NamedTuple):
-    """One policy's goodput over rates."""
-
-    trace: str
-    truth: str
-    policy: str
-    gap_ms: int
-
-
-class Run(NamedTuple):
-    """One simulation."""
-
-    trace: str
-    truth: str
-    policy: str
-    gap_ms: int | None  # None under a plain policy: it is scored for all of them
-    scale: float
-
-    @classmethod
-    def of(cls, trace: str, truth: str, policy: str, gap_ms: int, scale: float) -> "Run":
-        return cls(trace, truth, policy, None if is_plain(policy) else gap_ms, scale)
-
-    @property
-    def name(self) -> str:
-        """What --only looks into."""
-        return f"{self.trace}/{self.truth}/{self.policy}/" + ("" if self.gap_ms is None else f"{self.gap_ms}ms")
-
-    def gaps(self, grid: Grid) -> tuple[int, ...]:
-        return grid.gaps_ms if self.gap_ms is None else (self.gap_ms,)
-
-
-class Score(NamedTuple):
-    """One line of the file: what one run says about one gap target."""
-
-    trace: str
-    truth: str
-    policy: str
-    scale: float  # times the trace's own rate
-    rate_rps: float  # requests in a second
-    gap_ms: int
-    kept: int  # promises
-    goodput_rps: float  # kept promises in a second of arrivals
-    refused: int
-    preemptions: int
-    requests: int
-
-    @property
-    def row(self) -> Row:
-        return Row(self.trace, self.truth, self.policy, self.gap_ms)
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Where it stands in the finished file."""
-        kind, _, chunk = self.policy.partition(":")
-        return (self.trace, self.truth, kind, int(chunk or 0), self.gap_ms, self.scale)
-
-
-def six_digits(value: float) -> float:
-    return float(f"{value:.6g}")
-
-
-@cache
-def coarse_scale(step: int) -> float:
-    """A rate of the grid. What is written is what was run, to the digit, whatever the machine's last bit."""
-    return six_digits(COARSE**step)
-
-
-def fine_scales(low: float, high: float) -> list[float]:
-    """The powers of FINE strictly between two scales: one grid for all policies."""
-    first, last = (math.floor(math.log(end) / math.log(FINE)) for end in (low, high))
-    scales = (six_digits(FINE**step) for step in range(first, last + 2))
-    return [scale for scale in scales if low < scale < high]
-
-
-def fine_scale_from(least: float) -> float:
-    """The lowest power of FINE that is not below `least`."""
-    return six_digits(FINE ** math.ceil(math.log(least) / math.log(FINE) - 1e-9))
-
-
-def usefulness(grid: Grid, run: Run) -> tuple[Any, ...]:
-    """Sorts runs so that a sweep that is killed has done what matters most.
-
-    One truth with all policies makes a table, two halves make none, so the exact one comes first; in it what is
-    compared most closely. Among equals long runs go first, so that no worker is left alone with one at the end: slow
-    arrivals and small chunks make many steps.
-    """
-    chunk = run.policy.partition(":")[2]
-    steps = grid.duration / run.scale * (1 + 64 / int(chunk or 8192))
-    return (grid.truths.index(run.truth), is_plain(run.policy), -steps, run.name)
-
-
-# --- what is known, and what that makes wanted ---
-
-
-class Board:
-    """All scores so far."""
-
-    def __init__(self, grid: Grid, scores: Iterable[Score] = ()) -> None:
-        self.grid = grid
-        self.rows: dict[Row, dict[float, Score]] = {}
-        self._units: dict[str, float] = {}
-        for score in scores:
-            self.add(score)
-
-    def add(self, score: Score) -> None:
-        self.rows.setdefault(score.row, {})[score.scale] = score
-        self._units[score.trace] = score.rate_rps / score.scale
-
-    def scores(self) -> list[Score]:
-        return [score for row in self.rows.values() for score in row.values()]
-
-    def row(self, row: Row) -> Mapping[float, Score]:
-        return self.rows.get(row, {})
-
-    def has(self, run: Run) -> bool:
-        rows = (Row(run.trace, run.truth, run.policy, gap) for gap in run.gaps(self.grid))
-        return all(run.scale in self.row(row) for row in rows)
-
-    def next_coarse(self, row: Row) -> float | None:
-        """The rate of the grid that is to be run next; None where the others do not matter.
-
-        Goodput is never above the rate. So who refuses is run from the highest rate down, as far as the rate exceeds
-        its best goodput so far, and an ablated chunk also only as far as the rate exceeds BEATEN times slo's peak. Who
-        refuses nobody is run from the lowest rate up.
-        """
-        scales = self.grid.scales(row.trace)
-        if is_plain(row.policy):
-            return next((scale for scale in scales if not self.has(Run.of(*row, scale))), None)
-        best = 0.0
-        if row.policy != "slo":
-            peak = self.coarse_peak(row._replace(policy="slo"))
-            best = BEATEN * peak.goodput_rps / self.unit(row.trace) if peak is not None else math.inf
-        for scale in reversed(scales):
-            score = self.row(row).get(scale)
-            if score is None:
-                return scale if scale > best else None
-            best = max(best, score.goodput_rps / self.unit(row.trace))
-        return None
-
-    def has_fallen(self, trace: str, truth: str, policy: str) -> bool:
-        """Whether a plain policy, at two rates in a row, kept next to nothing of its peak under any gap target."""
-        for gap in self.grid.gaps_ms:
-            scores = self.row(Row(trace, truth, policy, gap))
-            scales = [s for s in self.grid.scales(trace) if self.has(Run.of(trace, truth, policy, gap, s))]
-            on_grid = [scores[scale] for scale in scales]
-            if len(on_grid) < 3:
-                return False
-            best = highest(on_grid).goodput_rps
-            if any(score.goodput_rps >= FALLEN * best and score.goodput_rps > 0 for score in on_grid[-2:]):
-                return False
-        return True
-
-    def wanted_coarse(self, row: Row) -> float | None:
-        """As `next_coarse`; a plain policy is done when it has fallen."""
-        if is_plain(row.policy) and self.has_fallen(row.trace, row.truth, row.policy):
-            return None
-        return self.next_coarse(row)
-
-    def is_complete(self, row: Row) -> bool:
-        """Whether all rates of the grid that matter were run; an ablated chunk's are known when slo's are."""
-        waits = not is_plain(row.policy) and row.policy != "slo" and not self.is_complete(row._replace(policy="slo"))
-        return bool(self.row(row)) and not waits and self.wanted_coarse(row) is None
-
-    def unit(self, trace: str) -> float:
-        """Requests in a second at the trace's own rate."""
-        return self._units[trace]
-
-    def coarse_peak(self, row: Row) -> Score | None:
-        """The highest goodput on the grid; None while rates that might be higher are missing."""
-        if not self.is_complete(row):
-            return None
-        return highest(score for scale, score in self.row(row).items() if scale in self.grid.scales(row.trace))
-
-    def best_of(self, policies: Sequence[str], trace: str, truth: str, gap: int) -> str | None:
-        """The policy with the highest peak on the grid; None while rates of any of them are missing."""
-        peaks = [self.coarse_peak(Row(trace, truth, policy, gap)) for policy in policies]
-        found = [peak for peak in peaks if peak is not None]
-        return highest(found).policy if found and len(found) == len(peaks) else None
-
-    def near_peaks(self, trace: str, truth: str, gap: int) -> dict[str, set[float]]:
-        """For slo, the best ablated and the best plain chunk: finer rates between the neighbours of the peak.
-
-        Those of slo and of the best ablated chunk are run under both, so that their peaks are compared at equal rates.
-        """
-        near: dict[str, set[float]] = {}
-        ablated = self.best_of(self.grid.ablated, trace, truth, gap)
-        for policy in ("slo", ablated, self.best_of(self.grid.fixed, trace, truth, gap)):
-            peak = None if policy is None else self.coarse_peak(Row(trace, truth, policy, gap))
-            if peak is not None:
-                near[peak.policy] = set(fine_scales(*_neighbours(self.grid.scales(trace), peak.scale)))
-        if ablated is not None and "slo" in near:
-            near["slo"] = near[ablated] = near["slo"] | near[ablated]
-        return near
-
-    def peak(self, row: Row) -> Score | None:
-        """The highest goodput that was found; None where there is no score at all.
-
-        slo's is looked for where the others' is: the point that was run to see what becomes of it in overload is not
-        one of them.
-        """
-        scores = self.row(row)
-        if row.policy == "slo":
-            near = self.near_peaks(row.trace, row.truth, row.gap_ms).get("slo", set())
-            allowed = near.union(self.grid.scales(row.trace))
-            scores = {scale: score for scale, score in scores.items() if scale in allowed}
-        return highest(scores.values()) if scores else None
-
-    def overload_scale(self, trace: str, truth: str, gap: int) -> float | None:
-        """Where slo is run at OVERLOAD times the rate of its peak; None before the peak is known."""
-        row = Row(trace, truth, "slo", gap)
-        near = self.near_peaks(trace, truth, gap).get("slo")
-        if (
-            near is None
-            or self.best_of(self.grid.ablated, trace, truth, gap) is None
-            or not near <= self.row(row).keys()
-        ):
-            return None
-        peak = self.peak(row)
-        return None if peak is None else fine_scale_from(OVERLOAD * peak.scale)
-
-    def wanted(self, trace: str, truth: str, gap: int) -> list[Run]:
-        """The runs that the scores so far ask for and that are not done."""
-        points = []
-        for policy in self.grid.policies:
-            scale = self.wanted_coarse(Row(trace, truth, policy, gap))
-            points += [(policy, scale)] if scale is not None else []
-        for policy, scales in self.near_peaks(trace, truth, gap).items():
-            points += [(policy, scale) for scale in sorted(scales)]
-        overload = self.overload_scale(trace, truth, gap)
-        points += [("slo", overload)] if overload is not None else []
-        runs = [Run.of(trace, truth, policy, gap, scale) for policy, scale in points]
-        return [run for run in runs if not self.has(run)]
-
-    def missing(self) -> list[Run]:
-        """Everything that is wanted by now and not done."""
-        return list(dict.fromkeys(run for group in self.grid.groups() for run in self.wanted(*group)))
-
-
-def _neighbours(scales: Sequence[float], scale: float) -> tuple[float, float]:
-    """Those on both sides; at an end of the grid, the end itself: nobody looks for a peak where others were not run."""
-    index = scales.index(scale)
-    return scales[max(index - 1, 0)], scales[min(index + 1, len(scales) - 1)]
-
-
-def highest(scores: Iterable[Score]) -> Score:
-    """The highest goodput; of equal ones that at the lowest rate."""
-    return max(scores, key=lambda score: (score.goodput_rps, -score.scale))
-
 
 # --- the file ---
 
@@ -373,7 +45,27 @@ def highest(scores: Iterable[Score]) -> Score:
 def header_of(profile: Profile) -> dict[str, Any]:
     content = {name: value for name, value in asdict(profile).items() if name != "name"}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-    return {"profile": profile.name, "profile_hash": digest, "weft": __version__}
+    return {"profile": profile.name, "profile_hash": digest, "weft": __version__, "scheduler": scheduler_hash()}
+
+
+@cache
+def scheduler_hash() -> str:
+    """Of the code that decides the outcome of a run: the core, the simulator, and how promises and traces are read."""
+    package = Path(__file__).parents[1]
+    files = [*sorted((package / "core").rglob("*.py")), *(package / "sim" / name for name in DECISIVE)]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + code_of(file.read_text(encoding="utf-8")).encode() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def code_of(source: str) -> str:
+    """The code without its comments, docstrings and layout, which decide nothing."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
 
 
 def read_scores(path: Path) -> tuple[dict[str, Any], list[Score], int]:
@@ -465,9 +157,10 @@ def score_run(run: Run, material: Material) -> list[Score]:
     promises = {gap: Targets(gap / 1000, course.ttft, course.ttft_per_1k) for gap in gaps}
     truth = Truth(profile.coefficients, **TRUTHS[run.truth])
     played = run_policy(run.policy, base.scaled(run.scale), profile, promises[gaps[0]], truth)
+    tokens = played.prompt_tokens + played.output_tokens
     scores = []
     for gap, targets in promises.items():
-        kept = int(kept_promises(played, targets).sum())
+        kept = kept_promises(played, targets)
         scores.append(
             Score(
                 trace=run.trace,
@@ -476,11 +169,13 @@ def score_run(run: Run, material: Material) -> list[Score]:
                 scale=run.scale,
                 rate_rps=six_digits(run.scale * len(base.arrivals) / base.span),
                 gap_ms=gap,
-                kept=kept,
-                goodput_rps=six_digits(kept / played.span),
+                kept=int(kept.sum()),
+                goodput_rps=six_digits(kept.sum() / played.span),
                 refused=int(played.refused.sum()),
                 preemptions=played.preemptions,
                 requests=len(base.arrivals),
+                kept_tokens=six_digits(tokens[kept].sum() / tokens.sum()),
+                longest_gap_ms=six_digits(1000 * played.gaps.max(initial=0.0)),
             )
         )
     return scores
@@ -559,18 +254,21 @@ def sweep(
     jobs: int,
     only: str = "",
     seconds: float = math.inf,
+    part: str = "all",
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Runs what is wanted and not in the file yet, for at most so many seconds. Returns how many runs are left."""
     end = time.monotonic() + seconds
     grid = material.grid
+    if part not in PARTS:
+        raise OptionError(f"--part {part!r} is not known; there are {', '.join(PARTS)}")
     if not any(only in run.name for run in grid.coarse_runs()):
         example = grid.coarse_runs()[0].name
         raise OptionError(f"--only {only!r} is in no run's name; such a name is {example}")
     header = header_of(material.profile)
     board = Board(grid, open_scores(path, header))
     queue = Queue(grid, only)
-    queue.add(board.missing())
+    queue.add(missing_runs(board, part))
     crew = Crew(jobs if queue.heap else 0, material)
     try:
         while (queue.heap or crew.busy) and time.monotonic() < end:
@@ -582,12 +280,24 @@ def sweep(
                     board.add(score)
                 queue.done += 1
                 for gap in run.gaps(grid):
-                    queue.add(board.wanted(run.trace, run.truth, gap))
+                    queue.add(wanted_runs(board, run.trace, run.truth, gap, part))
             tell(queue.done, len(queue.seen))
     finally:
         crew.close()
         sort_scores(path, header, board.scores())
     return len(queue.seen) - queue.done
+
+
+def wanted_runs(board: Board, trace: str, truth: str, gap: int, part: str = "all") -> list[Run]:
+    """The runs of a part of the sweep, see PARTS, that the scores so far ask for and that are not done."""
+    peaks = [] if part == "capacity" else board.wanted(trace, truth, gap)
+    capacity = [] if part == "peaks" else sweep_capacity.wanted(board, trace, truth, gap)
+    return list(dict.fromkeys(peaks + capacity))
+
+
+def missing_runs(board: Board, part: str = "all") -> list[Run]:
+    """As `wanted_runs`, for all traces, truths and gap targets."""
+    return list(dict.fromkeys(run for group in board.grid.groups() for run in wanted_runs(board, *group, part)))
 
 
 class Queue:

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.errors import OptionError
+from weft.sim import sweep_capacity
 from weft.sim.compare import KEPT_GAPS
-from weft.sim.sweep import (
+from weft.sim.sweep import missing_runs, read_scores, scheduler_hash
+from weft.sim.sweep_board import (
     BEATEN,
     COARSE,
     FALLEN,
@@ -20,8 +22,10 @@ from weft.sim.sweep import (
     Row,
     Score,
     highest,
-    read_scores,
 )
+from weft.sim.sweep_capacity import BELOW, Capacity
+
+SHARES = tuple(sorted(sweep_capacity.SHARES))
 
 # What is claimed, and about which trace the third claim is.
 NEAR_BEST, FIXED_FALLS, WIN, HOLDS_UP = 0.99, 0.8, 1.25, 0.9
@@ -38,11 +42,14 @@ def write_report(path: Path, table: Path, grid: Grid) -> None:
 
 def report_text(file: str, header: Mapping[str, Any], board: Board) -> str:
     grid = board.grid
-    missing = len(board.missing())
+    missing = len(missing_runs(board))
     groups = [Findings(board, *group) for group in grid.groups()]
     parts = [_preface(file, header, grid, missing)]
     for truth in grid.truths:
-        parts += [f"## {truth.capitalize()} step times", _truth_text(truth), _peaks_table(groups, truth)]
+        here = [one for one in groups if one.truth == truth]
+        parts += [f"## {truth.capitalize()} step times", _truth_text(truth)]
+        parts += [f"### Capacity, {truth}", _capacity_table(here), *_capacity_summary(here)]
+        parts += [f"### Peaks in a flood, {truth}", _flood_text(here), _peaks_table(here)]
     parts += [
         "\\* The peak is at an end of the grid; above the highest rate goodput may be higher.",
         "## Fixed chunks",
@@ -50,6 +57,7 @@ def report_text(file: str, header: Mapping[str, Any], board: Board) -> str:
         "run) over the best peak of any policy in that row.",
         _chunks_table(groups, grid),
         "## The claims, so far" if missing else "## The claims",
+        "They are about peaks, that is, about goodput in a flood, and not about capacity.",
         *(f"{number}. {line}" for number, line in enumerate(_claims(groups, grid), start=1)),
     ]
     return "\n\n".join(parts) + "\n"
@@ -63,6 +71,7 @@ class Findings:
         self.board, self.grid = board, board.grid
         rows = {policy: Row(trace, truth, policy, gap) for policy in self.grid.policies}
         self.scores = {policy: board.row(row) for policy, row in rows.items()}
+        self.searched = {policy: board.peak_search(row)[0] for policy, row in rows.items()}
         found = {policy: board.peak(row) for policy, row in rows.items()}
         self.peaks = {policy: peak for policy, peak in found.items() if peak is not None}
 
@@ -80,11 +89,11 @@ class Findings:
         return None if best is None or most is None else most / max(best.goodput_rps, 1e-12)
 
     def most(self, policy: str) -> float | None:
-        """The highest goodput that a policy can have: its peak, or the highest rate below those that it was run at."""
+        """The highest goodput that a policy can have: its peak, or the highest rate below those of its search."""
         peak = self.peaks.get(policy)
-        if peak is None:
+        if peak is None or not self.searched[policy]:
             return None
-        unit, lowest = peak.rate_rps / peak.scale, min(self.scores[policy])
+        unit, lowest = peak.rate_rps / peak.scale, min(self.searched[policy])
         below = [scale for scale in self.grid.scales(self.trace) if scale < lowest]
         return max(peak.goodput_rps, unit * (below[-1] if below else lowest))
 
@@ -112,6 +121,10 @@ class Findings:
         scale = self.board.overload_scale(self.trace, self.truth, self.gap)
         return None if scale is None else ratio(self.scores["slo"].get(scale), self.peaks.get("slo"))
 
+    def capacity(self, policies: Sequence[str], share: float) -> Capacity | None:
+        """The highest of these policies."""
+        return sweep_capacity.best_capacity(self.board, policies, self.trace, self.truth, self.gap, share)
+
     def is_at_an_end(self, peak: Score) -> bool:
         scales = self.grid.scales(self.trace)
         return not scales[0] < peak.scale < scales[-1]
@@ -126,15 +139,51 @@ def ratio(one: Score | None, other: Score | None) -> float | None:
     return one.goodput_rps / other.goodput_rps
 
 
+class Ratio(NamedTuple):
+    """Of two capacities, with a sign where one is only known to be below or above a rate."""
+
+    value: float
+    sign: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.sign}{self.value:.3f}"
+
+
+def capacity_ratio(one: Capacity | None, other: Capacity | None) -> Ratio | None:
+    """None where one is not known, or both are beyond the same end of the rates."""
+    if one is None or other is None:
+        return None
+    if (one.kept is None and other.kept is None) or (one.broken is None and other.broken is None):
+        return None
+    if other.kept is None:
+        assert other.broken is not None
+        return Ratio(one.rate_rps / other.broken.rate_rps, ">")
+    if one.kept is None:
+        assert one.broken is not None
+        return Ratio(one.broken.rate_rps / other.rate_rps, "<")
+    sign = ">=" if one.broken is None else "<=" if other.broken is None else ""
+    return Ratio(one.rate_rps / other.rate_rps, sign)
+
+
 def _preface(file: str, header: Mapping[str, Any], grid: Grid, missing: int) -> str:
     courses = "\n".join(f"- {course.name}: {_course_text(course, grid)}" for course in grid.courses)
-    text = f"""# Goodput over rates
+    text = f"""# Capacity, and goodput over rates
 
-Written by `weft sweep --report` from {file} (profile {header.get("profile")}, weft {header.get("weft")}), not by hand;
-`weft sweep --traces DIR --out FILE --table FILE.md` makes both.
+Written by `weft sweep --report` from {file} (profile {header.get("profile")}, weft {header.get("weft")}, scheduler
+{header.get("scheduler", "unknown")}), not by hand; `weft sweep --traces DIR --out FILE --table FILE.md` makes both.
 
 A request keeps its promise if its first token is within its target and at least {KEPT_GAPS:.0%} of its gaps are within
-theirs; a refused one is a broken promise. Goodput is kept promises over the seconds of arrivals, after scaling; a peak
+theirs; a refused one is a broken promise.
+
+**Capacity**, as DistServe defines goodput, is the highest rate at which {SHARES[0]:.0%} or {SHARES[1]:.0%} of all
+requests keep both promises. Every request counts, and a run goes on until the last token has come. So decodes that are
+put off count, and so do refusals: beyond the {1 - SHARES[0]:.0%} or {1 - SHARES[1]:.0%} that may be broken, refusing
+the expensive requests cannot raise it. The share that is kept is not exactly monotone in
+the rate: capacity is the highest rate that was run such that it and all lower rates that were run keep the share. It
+is searched by bisection to {FINE - 1:.0%}, down to {COARSE**-BELOW:.2g} times the lowest rate of the grid. Of the
+chunks the best counts; the others fail at the next higher rate.
+
+**Peaks** are another matter. Goodput is kept promises over the seconds of arrivals, after scaling; a peak
 is the highest goodput over all rates. All policies run at the same absolute rates: a grid of {COARSE - 1:.0%}, and for
 slo, the best ablated and the best plain chunk {FINE - 1:.0%} between the neighbours of the peak. Goodput is
 never above the rate, so that a policy that refuses is run from the highest rate down only until the rate is below its
@@ -147,9 +196,19 @@ The first {grid.duration:g} s of each trace are played:
 {courses}
 
 `slo-order:N` is the ablation: slo's order and refusal with a fixed chunk. Best means chosen in hindsight, for a row."""
+    text += _scheduler_note(header)
     if missing:
         text += f"\n\n**Not finished: at least {missing} runs are missing, and the figures are of what is there.**"
     return text
+
+
+def _scheduler_note(header: Mapping[str, Any]) -> str:
+    """A warning where the figures are not of the code that writes the report."""
+    there, here = header.get("scheduler"), scheduler_hash()
+    if there == here:
+        return ""
+    from_what = "a scheduler that the file does not name" if there is None else f"another scheduler, {there}"
+    return f"\n\n**The figures are of {from_what}; this one is {here}. Run the sweep anew, into another file.**"
 
 
 def _course_text(course: Course, grid: Grid) -> str:
@@ -172,7 +231,102 @@ def _truth_text(truth: str) -> str:
     )
 
 
-def _peaks_table(groups: Sequence[Findings], truth: str) -> str:
+def _capacity_table(groups: Sequence[Findings]) -> str:
+    """Requests/s, for every gap target and share."""
+    heads = (
+        "trace, gap, kept",
+        "slo",
+        "best ablated",
+        "best plain chunk",
+        "monolithic",
+        "slo / ablated",
+        "slo / plain",
+        "slo there",
+    )
+    rows = []
+    for one in groups:
+        for share in SHARES:
+            grid = one.grid
+            families = (("slo",), grid.ablated, grid.fixed, ("monolithic",))
+            slo, ablated, plain, monolithic = (one.capacity(family, share) for family in families)
+            ratios = (capacity_ratio(slo, ablated), capacity_ratio(slo, plain))
+            rows.append(
+                (
+                    f"{one.name}, {share:.0%}",
+                    *map(_capacity_text, (slo, ablated, plain, monolithic)),
+                    *("-" if ratio is None else str(ratio) for ratio in ratios),
+                    _there_text(slo),
+                )
+            )
+    legend = (
+        "Requests/s offered, of which that share is kept (for chunks, with the best one's tokens a step). < and >=: "
+        "beyond the lowest or highest rate that was run. ~: the next higher rate that was run is more than "
+        f"{FINE - 1:.0%} away. *slo there*: the share of the tokens offered that belong to requests which slo "
+        f"keeps, and its longest gap; {1 - KEPT_GAPS:.0%} of a request's gaps may exceed the target."
+    )
+    return _markdown(heads, rows) + "\n\n" + legend
+
+
+def _capacity_text(found: Capacity | None) -> str:
+    if found is None:
+        return "-"
+    chunk = found.policy.partition(":")[2]
+    if found.kept is None:
+        assert found.broken is not None
+        return f"< {found.broken.rate_rps:.3g}"
+    sign = ">= " if found.broken is None else "" if found.is_fine else "~"
+    return (f"{chunk}: " if chunk else "") + f"{sign}{found.rate_rps:.3g}"
+
+
+def _there_text(found: Capacity | None) -> str:
+    """What an old line does not say is a dash."""
+    score = None if found is None else found.kept
+    if score is None or score.kept_tokens is None or score.longest_gap_ms is None:
+        return "-"
+    return f"{score.kept_tokens:.0%}, {score.longest_gap_ms:.3g} ms"
+
+
+def _capacity_summary(groups: Sequence[Findings]) -> list[str]:
+    """The range of slo's capacity over the best chunks', for each share, over rows where slo's is known."""
+    lines = []
+    for share in SHARES:
+        texts = []
+        for name in ("plain", "ablated"):
+            found = [one.capacity(one.grid.fixed if name == "plain" else one.grid.ablated, share) for one in groups]
+            ratios = [
+                capacity_ratio(one.capacity(("slo",), share), other) for one, other in zip(groups, found, strict=True)
+            ]
+            known = sorted(ratio for ratio in ratios if ratio is not None and not ratio.sign.startswith("<"))
+            rows = f"on {len(known)} of {len(groups)} rows"
+            span = " to ".join(dict.fromkeys(str(ratio) for ratio in (*known[:1], *known[-1:])))
+            texts += [f"{span} times that of the best {name} chunk ({rows})"] if known else []
+        lines += [f"With {share:.0%} kept, the capacity of `slo` is {' and '.join(texts)}."] if texts else []
+    return lines
+
+
+def _flood_text(groups: Sequence[Findings]) -> str:
+    """What the peaks are: how much of what was offered slo keeps there."""
+    peaks = [one.peaks["slo"] for one in groups if "slo" in one.peaks]
+    text = (
+        "A peak is no capacity. Its rate is the one that suits goodput best, however many requests are refused or late "
+        "there. "
+    )
+    if peaks:
+        text += f"At its peaks `slo` keeps {_range_text([peak.kept / peak.requests for peak in peaks])} of all requests"
+        tokens = [peak.kept_tokens for peak in peaks if peak.kept_tokens is not None]
+        text += f", with {_range_text(tokens)} of the tokens offered. " if len(tokens) == len(peaks) else ". "
+    return text + (
+        "Where a policy keeps far less than all, its goodput comes from choosing the short requests out of a flood, "
+        "not from serving the traffic that comes."
+    )
+
+
+def _range_text(shares: Sequence[float]) -> str:
+    low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _peaks_table(groups: Sequence[Findings]) -> str:
     heads = (
         "trace, gap",
         "slo",
@@ -186,18 +340,17 @@ def _peaks_table(groups: Sequence[Findings], truth: str) -> str:
     )
     rows = []
     for one in groups:
-        if one.truth == truth:
-            peaks = (
-                one.peaks.get("slo"),
-                one.best(one.grid.ablated),
-                one.best(one.grid.fixed),
-                one.peaks.get("monolithic"),
-            )
-            ratios = (one.over_ablated(), one.least_over_ablated(), one.over_plain(), one.in_overload())
-            rows.append((one.name, *(_peak_text(one, peak) for peak in peaks), *map(_ratio_text, ratios)))
+        peaks = (
+            one.peaks.get("slo"),
+            one.best(one.grid.ablated),
+            one.best(one.grid.fixed),
+            one.peaks.get("monolithic"),
+        )
+        ratios = (one.over_ablated(), one.least_over_ablated(), one.over_plain(), one.in_overload())
+        rows.append((one.name, *(_peak_text(one, peak) for peak in peaks), *map(_ratio_text, ratios)))
     legend = (
-        "Peaks are requests/s that kept their promise (at so many requests/s offered). *least, common rate*: slo over "
-        "the best ablated chunk, chosen anew at every rate that both were run at, the smallest. "
+        "Peaks are requests/s that kept their promise (that share of so many requests/s offered). *least, common "
+        "rate*: slo over the best ablated chunk, chosen anew at every rate that both were run at, the smallest. "
         f"*at {OVERLOAD:g}x*: slo's goodput at {OVERLOAD:g} times the rate of its peak, over the peak."
     )
     return _markdown(heads, rows) + "\n\n" + legend
@@ -297,8 +450,9 @@ def _peak_text(one: Findings, peak: Score | None) -> str:
     if peak is None:
         return "-"
     chunk = peak.policy.partition(":")[2]
+    share = peak.kept / peak.requests
     star = "\\*" if one.is_at_an_end(peak) else ""
-    return (f"{chunk}: " if chunk else "") + f"{peak.goodput_rps:.3g} ({peak.rate_rps:.3g}){star}"
+    return (f"{chunk}: " if chunk else "") + f"{peak.goodput_rps:.3g} ({share:.0%} of {peak.rate_rps:.3g}){star}"
 
 
 def _ratio_text(value: float | None) -> str:

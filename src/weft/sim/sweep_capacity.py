@@ -1,0 +1,181 @@
+"""Capacity: the highest rate at which a given share of all requests keep both promises. As DistServe defines goodput.
+
+A refused request is a broken one, and a run goes on until the last token has come. So decodes that are put off count,
+and beyond the share that may be broken, refusing the expensive requests does not raise the capacity.
+
+The share that is kept may fall and rise again as the rate grows. Therefore capacity is the highest rate that was run
+such that it, and every lower rate that was run, keeps the share. `capacity` says so from the scores; `wanted` says
+which runs are still needed to know it to within FINE.
+
+The search is a bisection on the grid of peaks, extended downwards, and then between two rates of the grid. It looks
+at its own rates only, so that a sweep that was stopped runs the same rates as one that was not.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+from weft.sim.sweep_board import FINE, Board, Grid, Row, Run, Score, coarse_scale, fine_scales
+
+SHARES = (0.99, 0.9)  # of all requests; the higher first, whose runs tell something about the lower
+BELOW = 10  # steps of COARSE below the lowest rate of the grid: to about a quarter of it
+TOKENS_PER_MS = 20  # of prompts, roughly, on the profile's device: only decides which chunk is tried first
+
+Keeps = Callable[[str, float], bool]  # of a policy and a scale: whether the share is kept there
+
+
+class Capacity(NamedTuple):
+    """Between two rates: the highest that keeps the share as all below it do, and the lowest that does not."""
+
+    kept: Score | None  # None: not even the lowest rate that was run keeps the share
+    broken: Score | None  # None: all rates that were run keep it
+
+    @property
+    def rate_rps(self) -> float:
+        return 0.0 if self.kept is None else self.kept.rate_rps
+
+    @property
+    def limit_rps(self) -> float:
+        """It is below this rate."""
+        return math.inf if self.broken is None else self.broken.rate_rps
+
+    @property
+    def policy(self) -> str:
+        score = self.kept or self.broken
+        assert score is not None
+        return score.policy
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether the two rates are neighbours in the search; scales have six digits."""
+        if self.kept is None or self.broken is None:
+            return True
+        return self.broken.scale <= self.kept.scale * FINE * 1.0001
+
+
+def keeps(score: Score, share: float) -> bool:
+    return score.kept >= share * score.requests
+
+
+def capacity(scores: Iterable[Score], share: float) -> Capacity | None:
+    """Of one policy, from all its scores for one trace, truth and gap target; None without any."""
+    kept = None
+    for score in sorted(scores, key=lambda score: score.scale):
+        if not keeps(score, share):
+            return Capacity(kept, score)
+        kept = score
+    return None if kept is None else Capacity(kept, None)
+
+
+def best_capacity(
+    board: Board, policies: Sequence[str], trace: str, truth: str, gap: int, share: float
+) -> Capacity | None:
+    """The highest of several policies; where none keeps the share, that of which least is known."""
+    rows = (board.row(Row(trace, truth, policy, gap)).values() for policy in policies)
+    found = [one for one in (capacity(row, share) for row in rows) if one is not None]
+    return max(found, key=lambda one: (one.rate_rps, one.limit_rps), default=None)
+
+
+def wanted(board: Board, trace: str, truth: str, gap: int) -> list[Run]:
+    """The runs that the search for capacities needs next: at most one for each family of policies."""
+    runs = []
+    for family in families(board.grid, gap):
+        try:
+            _search_family(board, family, trace, truth, gap)
+        except _Needed as needed:
+            runs.append(needed.run)
+    return list(dict.fromkeys(runs))
+
+
+def families(grid: Grid, gap: int) -> list[list[str]]:
+    """Policies of which the best counts, the likely one first: slo, the ablated chunks, the plain ones, monolithic."""
+
+    def distance(policy: str) -> float:
+        likely, chunk = TOKENS_PER_MS * gap, int(policy.partition(":")[2])
+        return max(chunk / likely, likely / chunk)
+
+    return [["slo"], sorted(grid.ablated, key=distance), sorted(grid.fixed, key=distance), ["monolithic"]]
+
+
+def ladder(grid: Grid, trace: str) -> list[float]:
+    """The rates of the first bisection: the grid's, and lower ones."""
+    course = grid.course(trace)
+    return [coarse_scale(step) for step in range(course.lowest - BELOW, course.highest + 1)]
+
+
+class _Needed(Exception):
+    """A search has come to a rate that was not run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+
+def _search_family(board: Board, policies: Sequence[str], trace: str, truth: str, gap: int) -> None:
+    """Finds the best policy for every share, as if all scores were there; raises _Needed at the first that is not."""
+    rejected: Mapping[str, float] = {}
+    for share in SHARES:
+
+        def kept(policy: str, scale: float, share: float = share) -> bool:
+            score = board.row(Row(trace, truth, policy, gap)).get(scale)
+            if score is None:
+                raise _Needed(Run.of(trace, truth, policy, gap, scale))
+            return keeps(score, share)
+
+        best = find_best(policies, kept, ladder(board.grid, trace), rejected)
+        rejected = best.rejected
+        policies = sorted(policies, key=lambda policy: policy != best.policy)  # it is likely to win again
+
+
+class Best(NamedTuple):
+    """The outcome of a search among several policies."""
+
+    policy: str
+    scale: float | None  # None: no policy keeps the share even at the lowest rate
+    rejected: dict[str, float]  # of policies that were run just above the best so far, and failed: that rate
+
+
+def find_best(
+    policies: Sequence[str], kept: Keeps, rates: Sequence[float], failed: Mapping[str, float] = MappingProxyType({})
+) -> Best:
+    """The policy with the highest capacity. One that fails just above the best so far takes one run.
+
+    `failed` are rates at which policies failed to keep a higher share; they may have failed to keep this one too.
+    """
+    first, *others = policies
+    best, rejected = Best(first, search(partial(kept, first), rates), {}), {}
+    for policy in others:
+        if best.scale == rates[-1]:
+            break
+        above = rates[0] if best.scale is None else min(fine_scales(best.scale, best.scale * FINE**2)[0], rates[-1])
+        if policy in failed and failed[policy] <= above and not kept(policy, failed[policy]):
+            continue
+        if not kept(policy, above):
+            rejected[policy] = above
+            continue
+        scale = search(partial(kept, policy), rates)
+        if scale is not None and (best.scale is None or scale > best.scale):
+            best = Best(policy, scale, {})
+    return best._replace(rejected=rejected)
+
+
+def search(kept: Callable[[float], bool], rates: Sequence[float]) -> float | None:
+    """The highest rate that is kept, by bisection on the grid and then between two of its rates; None if none is."""
+    low = _bisect(kept, rates)
+    if low is None or low == rates[-1]:
+        return low
+    finer = _bisect(kept, fine_scales(low, rates[rates.index(low) + 1]))
+    return low if finer is None else finer
+
+
+def _bisect(kept: Callable[[float], bool], rates: Sequence[float]) -> float | None:
+    """The highest rate that is kept, if all below it are; None if none is."""
+    low, high = -1, len(rates)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if kept(rates[middle]):
+            low = middle
+        else:
+            high = middle
+    return rates[low] if low >= 0 else None
