@@ -25,6 +25,7 @@ EXTRAS: tuple[dict[str, Any], ...] = (
 )
 # What a body that is no JSON raises. ValueError: bytes that are no UTF-8; RecursionError: brackets without end.
 NO_JSON = (msgspec.DecodeError, ValueError, RecursionError)
+REFUSED = (429, 503)  # statuses with which a server says that it is too busy for a request
 COUNTED_AT_ONCE = 16  # texts whose tokens are counted at the same time
 
 
@@ -49,6 +50,9 @@ class Reply:
     asked_input: int = 0  # tokens; 0: nothing is known of it
     asked_output: int = 0
     is_without_usage: bool = False  # the server did not count the output tokens: every chunk is taken for one
+    retry_after: float | None = None  # seconds, of a refusal: when to ask again, as the server says
+    retries: int = 0  # attempts before this one, all refused
+    retry_wait: float = 0.0  # seconds from when the first attempt was to be sent until this one was
 
     @property
     def is_complete(self) -> bool:
@@ -125,6 +129,7 @@ class Client:
             async with self._session.post(self.base + PATHS[self.endpoint], data=body) as response:
                 reply.status = response.status
                 if response.status != 200:
+                    reply.retry_after = _retry_after(response.status, response.headers.get("retry-after"))
                     reply.error = _refusal(response.status, await response.read())
                 else:
                     await _read(response, reply, start, self.clock)
@@ -281,6 +286,17 @@ def _named(error: Exception) -> str:
     """In one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _retry_after(status: int, header: str | None) -> float | None:
+    """Seconds until a refused request may be sent again; None where it is no refusal, or the server does not say."""
+    if status not in REFUSED or header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:  # a date, which no server of language models sends
+        return None
+    return seconds if math.isfinite(seconds) else None
 
 
 def _refusal(status: int, body: bytes) -> str:

@@ -444,17 +444,16 @@ def load_material(grid: Grid, folder: Path, profile: str = PROFILE) -> Material:
     if not folder.is_dir():
         raise OptionError(f"--traces {folder} is not a folder")
     loaded = load_profile(profile)
-    traces = {course.name: load_trace(folder / course.file).first(grid.duration) for course in grid.courses}
-    for name, trace in traces.items():
-        longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in trace.arrivals)
-        if longest > loaded.max_model_len:
-            raise OptionError(
-                f"{name} has a request of {longest} tokens; the profile's context is {loaded.max_model_len}"
-            )
+    traces = {}
+    for course in grid.courses:
+        trace, left_out = load_trace(folder / course.file).first(grid.duration).fitting(loaded.max_model_len)
+        if left_out is not None:
+            print(f"weft: {course.file}: {left_out}", file=sys.stderr)
         if trace.span <= 0:
             raise OptionError(
-                f"{name} has no two moments of arrival in its first {grid.duration:g} s, so it has no rate"
+                f"{course.name} has no two moments of arrival in its first {grid.duration:g} s, so it has no rate"
             )
+        traces[course.name] = trace
     return Material(grid, loaded, traces)
 
 
