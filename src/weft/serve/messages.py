@@ -67,6 +67,8 @@ class Facts(msgspec.Struct, frozen=True):
     min_gap_target: float | None  # a smaller wish is raised to it
     ttft_target: float | None
     ttft_target_per_1k: float
+    # Of the calibration that the engine started with, as `weft simulate --profile` reads it; None: it has none.
+    profile: dict[str, Any] | None = None
 
     @property
     def makes_promises(self) -> bool:

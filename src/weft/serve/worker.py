@@ -20,9 +20,11 @@ import zmq
 
 from weft.core import StepRecord
 from weft.engine.build import build_engine, settle
+from weft.engine.calibration import device_name
 from weft.engine.engine import Engine
 from weft.engine.loop import TokenEvent
 from weft.engine.options import EngineOptions
+from weft.engine.profile import profile_of
 from weft.engine.stream import Stream
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.observe.metrics import EngineStep
@@ -71,13 +73,17 @@ def main() -> int:
         socket.close()
         return 2
     settle()
-    socket.send(encode(Ready(facts_of(engine, orders.options["policy"]))))
+    socket.send(encode(Ready(facts_of(engine, orders.options))))
     Worker(engine, socket).run()
     return 1
 
 
-def facts_of(engine: Engine, policy: str) -> Facts:
+def facts_of(engine: Engine, options: dict[str, Any]) -> Facts:
     scheduler, promises = engine.loop.scheduler, engine.promises
+    executor: Any = engine.loop.executor  # on the CPU or on a GPU: both own a device
+    profile = None
+    if promises is not None:
+        profile = profile_of(engine, promises.calibration, options["max_num_batched_tokens"])
     targets = promises.targets if promises is not None else None
     return Facts(
         max_model_len=engine.max_model_len,
@@ -85,13 +91,14 @@ def facts_of(engine: Engine, policy: str) -> Facts:
         block_size=scheduler.block_size,
         num_blocks=scheduler.num_blocks,
         max_num_seqs=scheduler.max_num_seqs,
-        policy=policy,
+        policy=options["policy"],
         enable_prefix_caching=scheduler.enable_prefix_caching,
-        device=promises.calibration.device if promises is not None else "",
+        device=device_name(executor.device),
         gap_target=_finite(targets.gap) if targets is not None else None,
         min_gap_target=promises.min_gap if promises is not None else None,
         ttft_target=_finite(targets.ttft) if targets is not None else None,
         ttft_target_per_1k=targets.ttft_per_1k if targets is not None else 0.0,
+        profile=profile,
     )
 
 

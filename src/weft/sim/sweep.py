@@ -38,6 +38,7 @@ TRUTHS: dict[str, dict[str, Any]] = {"exact": {}, "disturbed": DISTURBED}
 FALLEN = 0.1  # of the peak: what a policy that refuses nobody keeps once it is drowned
 BEATEN = 0.8  # of slo's peak: at rates below this, and so with goodput below it, nobody is a match for slo
 OVERLOAD = 1.5  # times the rate of slo's peak
+UNUSED = ("name", "mean", "spread", "fidelity")  # of a profile: no run depends on them
 STALE = 1.0  # seconds between looks at the clock, and at whether the parent is still there
 
 # --- the grid and its runs ---
@@ -371,7 +372,7 @@ def highest(scores: Iterable[Score]) -> Score:
 
 
 def header_of(profile: Profile) -> dict[str, Any]:
-    content = {name: value for name, value in asdict(profile).items() if name != "name"}
+    content = {name: value for name, value in asdict(profile).items() if name not in UNUSED}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return {"profile": profile.name, "profile_hash": digest, "weft": __version__}
 
