@@ -12,7 +12,7 @@ import time
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft import __version__
 from weft.errors import EngineError, OptionError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from weft.load.prompts import Count
     from weft.load.workload import Wish
 
+R = TypeVar("R")
 SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 # What is taken where nothing is given; the parser's own defaults would not tell one from the other.
 DEFAULTS = {"input_len": "256", "output_len": "128", "rate_scale": 1.0, "pattern": "poisson", "burstiness": 1.0}
@@ -169,11 +170,11 @@ def measured(arguments: argparse.Namespace, url: str, words: int) -> dict[str, A
     from weft.load.figures import Goals
 
     goals = Goals.parse(arguments.goodput) if arguments.goodput else None
-    client, run = _run(_measure(arguments, url, words))
+    client, run = on_fast_loop(_measure(arguments, url, words))
     return {**_figures(run, arguments, url, client, goals), "requests": _detailed(run)}
 
 
-def _run(measuring: "Coroutine[Any, Any, tuple[Client, Run]]") -> "tuple[Client, Run]":
+def on_fast_loop(measuring: "Coroutine[Any, Any, R]") -> R:
     """On the fastest event loop that there is."""
     try:
         import uvloop

@@ -26,6 +26,7 @@ EXTRAS: tuple[dict[str, Any], ...] = (
 # What a body that is no JSON raises. ValueError: bytes that are no UTF-8; RecursionError: brackets without end.
 NO_JSON = (msgspec.DecodeError, ValueError, RecursionError)
 REFUSED = (429, 503)  # statuses with which a server says that it is too busy for a request
+HELLO = Ask(0.0, "Hello", 1, 2)
 COUNTED_AT_ONCE = 16  # texts whose tokens are counted at the same time
 
 
@@ -71,6 +72,7 @@ class Client:
         key: str | None = None,
         temperature: float = 0.0,
         timeout: float = 600.0,
+        always: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock = clock  # not the event loop's, which may be as coarse as a millisecond
@@ -81,6 +83,7 @@ class Client:
         self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=30)
         self._extras = EXTRAS[0]
+        self._always = always or {}  # fields of every request
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "Client":
@@ -97,8 +100,11 @@ class Client:
         """Whether answers are asked to go on beyond the model's end of text; a server may refuse that."""
         return "ignore_eos" in self._extras
 
-    async def meet(self) -> None:
-        """Finds out which models there are and what the server understands; an error says what is wrong."""
+    async def meet(self, first: Ask = HELLO) -> None:
+        """Finds out which models there are and what the server understands; an error says what is wrong.
+
+        `first` is what it is asked for that.
+        """
         known = await self._models()
         if not self.model:
             if not known:
@@ -106,7 +112,6 @@ class Client:
             self.model = known[0]
         elif known and self.model not in known:
             raise EngineError(f"{self.base} has no model {self.model!r}; it has {', '.join(known)}")
-        first = Ask(0.0, "Hello", 1, 2)
         reply = Reply(0, 0.0, 0)
         for self._extras in EXTRAS:
             reply = await self.send(first, 0, self.clock(), 0.0)
@@ -209,7 +214,8 @@ class Client:
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         most = {"max_tokens": ask.output_tokens, "temperature": self.temperature, "stream": True}
-        return {"model": self.model, **self._prompt(ask.prompt), **most, **self._extras}
+        prompt = {"prompt": ask.ids} if ask.ids else self._prompt(ask.prompt)
+        return {"model": self.model, **prompt, **most, **self._extras, **self._always}
 
 
 Clock = Callable[[], float]
@@ -276,7 +282,7 @@ def _whole(value: object) -> int | None:
 
 
 def _has_content(choice: dict[str, Any]) -> bool:
-    if choice.get("text"):
+    if choice.get("text") or choice.get("token_ids"):
         return True
     delta = choice.get("delta")
     return delta is not None and any(delta.get(name) for name in CONTENT)

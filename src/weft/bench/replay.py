@@ -1,0 +1,104 @@
+"""Replay: a trace played on an engine in this process, on the real clock, without a server around it."""
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from weft.engine.engine import Engine
+from weft.engine.loop import TokenEvent
+from weft.engine.params import SamplingParams
+from weft.engine.stream import Stream
+from weft.sim.fidelity import Served
+from weft.sim.simulator import Played
+from weft.sim.traces import Trace
+
+IDLE = 0.001  # seconds: the longest sleep while nothing runs
+Prompts = list[tuple[int, ...]]  # token ids, one prompt for each request of a trace
+
+
+def replay(engine: Engine, trace: Trace, prompts: Prompts, progress: Callable[[int], None] = lambda n: None) -> Served:
+    """Adds every request when it is due and turns the loop until all have ended."""
+    play = _Play(engine, trace, prompts)
+    while play.turn():
+        progress(play.arrived)
+    return play.served()
+
+
+class _Play:
+    def __init__(self, engine: Engine, trace: Trace, prompts: Prompts) -> None:
+        self.engine, self.trace, self.prompts = engine, trace, prompts
+        self.clock = engine.loop.clock
+        self.start = self.clock()
+        self.arrived = 0
+        self.streams: list[Stream] = []
+        self.number: dict[Stream, int] = {}
+        count = len(trace.arrivals)
+        self.added = np.zeros(count)  # seconds from the start, as all times here
+        self.times: list[list[float]] = [[] for _ in range(count)]
+        self.finished = np.full(count, np.inf)
+        self.refused = np.zeros(count, np.bool_)
+
+    def turn(self) -> bool:
+        """Adds what is due, then turns the loop once; False when all is done."""
+        now, arrivals = self.clock() - self.start, self.trace.arrivals
+        while self.arrived < len(arrivals) and arrivals[self.arrived].time <= now:
+            self._add()
+        if self.engine.loop.has_work:
+            events = self.engine.loop.step()
+            now = self.clock() - self.start
+            for event in events:
+                self._take(event, now)
+        elif self.arrived == len(arrivals):
+            return False
+        else:
+            time.sleep(min(max(arrivals[self.arrived].time - now, 0.0), IDLE))
+        return True
+
+    def _add(self) -> None:
+        arrival = self.trace.arrivals[self.arrived]
+        params = SamplingParams(temperature=0.0, max_tokens=arrival.output_tokens, ignore_eos=True)
+        (stream,) = self.engine.open_streams(self.prompts[self.arrived], params)
+        stream.request.arrival = self.start + arrival.time
+        self.engine.loop.add(stream)
+        self.added[self.arrived] = self.clock() - self.start
+        self.number[stream] = self.arrived
+        self.streams.append(stream)
+        self.arrived += 1
+
+    def _take(self, event: TokenEvent, now: float) -> None:
+        number = self.number[event.stream]
+        if event.token is not None:
+            self.times[number].append(now)
+        if event.finish_reason == "refused":
+            self.refused[number] = True
+        elif event.finish_reason is not None:
+            self.finished[number] = now
+
+    def served(self) -> Served:
+        arrivals = self.trace.arrivals
+        due = np.array([arrival.time for arrival in arrivals])
+        first = np.array([times[0] if times else math.inf for times in self.times])
+        between = [np.diff(times) for times in self.times]
+        cached = sum(stream.request.cached_tokens for stream in self.streams)
+        played = Played(
+            span=self.trace.span,
+            ended=max((times[-1] for times in self.times if times), default=0.0),
+            arrival=due,
+            prompt_tokens=np.array([arrival.prompt_tokens for arrival in arrivals]),
+            output_tokens=np.array([len(times) for times in self.times]),
+            ttft=first - due,
+            finished=self.finished,
+            refused=self.refused,
+            gap_owner=np.repeat(np.arange(len(arrivals)), [len(one) for one in between]),
+            gaps=np.concatenate([np.empty(0), *between]),
+            steps=0,
+            prefill_tokens=sum(arrival.prompt_tokens for arrival in arrivals) - cached,
+            cached_tokens=cached,
+            preemptions=sum(stream.request.preemptions for stream in self.streams),
+        )
+        got = np.isfinite(first)
+        token = np.array([(stream.request.first_token or self.start) - self.start for stream in self.streams])
+        inside = (token - due)[got]
+        return Served(played, inside, (first - due)[got] - inside, (self.added - due)[got])
