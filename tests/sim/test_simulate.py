@@ -207,6 +207,7 @@ def test_the_command_prints_a_table_and_writes_json_and_repeats_itself(tmp_path:
     done = simulate(*options, "--gap-target-ms", "25", "--json", tmp_path / "a.json")
     assert done.returncode == 0, done.stderr
     assert "chunked:512" in done.stdout
+    assert "monolithic: the error of h200-llama-3-8b against served traffic is not known" in done.stdout
     reports = json.loads((tmp_path / "a.json").read_text())
     assert [one["policy"] for one in reports] == ["monolithic", "chunked:512", "slo"]
     assert set(reports[0]["gap_ms"]) == {"p50", "p99", "p999", "max"}

@@ -3,10 +3,13 @@
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
+from weft.core import StepPlan, StepShape
 from weft.engine.engine import Engine
+from weft.engine.executor import Executor, PendingStep, StepInputs, StepResult
 from weft.engine.loop import TokenEvent
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
@@ -18,25 +21,59 @@ IDLE = 0.001  # seconds: the longest sleep while nothing runs
 Prompts = list[tuple[int, ...]]  # token ids, one prompt for each request of a trace
 
 
-def replay(engine: Engine, trace: Trace, prompts: Prompts, progress: Callable[[int], None] = lambda n: None) -> Served:
-    """Adds every request when it is due and turns the loop until all have ended."""
-    play = _Play(engine, trace, prompts)
-    while play.turn():
-        progress(play.arrived)
+def replay(
+    engine: Engine,
+    trace: Trace,
+    prompts: Prompts,
+    progress: Callable[[int], None] = lambda arrived: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Served:
+    """Adds every request when it is due and turns the loop until all have ended. `sleep` passes the idle time."""
+    play = _Play(engine, trace, prompts, sleep)
+    loop, executor = engine.loop, engine.loop.executor
+    loop.executor = _Watched(executor, play.steps)
+    try:
+        while play.turn():
+            progress(play.arrived)
+    finally:
+        loop.executor = executor
     return play.served()
 
 
+class _Watched:
+    """An executor that notes the shape and the seconds of every step."""
+
+    class Pending(NamedTuple):
+        step: PendingStep
+        shape: StepShape
+        steps: list[tuple[StepShape, float]]
+
+        def result(self) -> StepResult:
+            found = self.step.result()
+            self.steps.append((self.shape, found.finished - found.started))
+            return found
+
+    def __init__(self, executor: Executor, steps: list[tuple[StepShape, float]]) -> None:
+        self.executor, self.steps = executor, steps
+
+    def submit(self, plan: StepPlan, inputs: StepInputs) -> Pending:
+        return self.Pending(self.executor.submit(plan, inputs), plan.shape, self.steps)
+
+    def close(self) -> None:
+        self.executor.close()
+
+
 class _Play:
-    def __init__(self, engine: Engine, trace: Trace, prompts: Prompts) -> None:
-        self.engine, self.trace, self.prompts = engine, trace, prompts
+    def __init__(self, engine: Engine, trace: Trace, prompts: Prompts, sleep: Callable[[float], None]) -> None:
+        self.engine, self.trace, self.prompts, self.sleep = engine, trace, prompts, sleep
+        self.steps: list[tuple[StepShape, float]] = []
         self.clock = engine.loop.clock
         self.start = self.clock()
         self.arrived = 0
         self.streams: list[Stream] = []
         self.number: dict[Stream, int] = {}
         count = len(trace.arrivals)
-        self.added = np.zeros(count)  # seconds from the start, as all times here
-        self.times: list[list[float]] = [[] for _ in range(count)]
+        self.times: list[list[float]] = [[] for _ in range(count)]  # of tokens, in seconds from the start
         self.finished = np.full(count, np.inf)
         self.refused = np.zeros(count, np.bool_)
 
@@ -53,7 +90,7 @@ class _Play:
         elif self.arrived == len(arrivals):
             return False
         else:
-            time.sleep(min(max(arrivals[self.arrived].time - now, 0.0), IDLE))
+            self.sleep(min(max(arrivals[self.arrived].time - now, 0.0), IDLE))
         return True
 
     def _add(self) -> None:
@@ -62,7 +99,6 @@ class _Play:
         (stream,) = self.engine.open_streams(self.prompts[self.arrived], params)
         stream.request.arrival = self.start + arrival.time
         self.engine.loop.add(stream)
-        self.added[self.arrived] = self.clock() - self.start
         self.number[stream] = self.arrived
         self.streams.append(stream)
         self.arrived += 1
@@ -93,7 +129,7 @@ class _Play:
             refused=self.refused,
             gap_owner=np.repeat(np.arange(len(arrivals)), [len(one) for one in between]),
             gaps=np.concatenate([np.empty(0), *between]),
-            steps=0,
+            steps=len(self.steps),
             prefill_tokens=sum(arrival.prompt_tokens for arrival in arrivals) - cached,
             cached_tokens=cached,
             preemptions=sum(stream.request.preemptions for stream in self.streams),
@@ -101,4 +137,4 @@ class _Play:
         got = np.isfinite(first)
         token = np.array([(stream.request.first_token or self.start) - self.start for stream in self.streams])
         inside = (token - due)[got]
-        return Served(played, inside, (first - due)[got] - inside, (self.added - due)[got])
+        return Served(played, inside, (first - due)[got] - inside, np.zeros(len(inside)), steps=self.steps)

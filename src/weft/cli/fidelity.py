@@ -344,6 +344,7 @@ def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
         "lines": [line._asdict() for line in fidelity.compared(runs, virtual)],
         "inside": [line._asdict() for line in fidelity.inside_lines(play.runs, virtual)],
         "outside_ms": fidelity.outside_ms(play.runs),
+        "step_errors": fidelity.step_errors(play.runs, play.profile),
         "failures": failures,
     }
 

@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     from weft.core import Targets
     from weft.progress import work_progress
     from weft.sim.compare import make_policy, report, run_policy
+    from weft.sim.fidelity import known_error
     from weft.sim.profiles import load_profile
     from weft.sim.simulator import Truth
 
@@ -110,6 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
         with work_progress(name, len(trace.arrivals), arguments.progress) as advance:
             reports.append(report(name, run_policy(name, trace, profile, targets, truth, advance), targets))
     _show(reports, trace, arguments)
+    for name in names:
+        print(known_error(profile, name))
     if arguments.json is not None:
         rows = [{**asdict(one), "left_out_too_long": left_out} for one in reports]
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import Targets
+from weft.core import StepShape, Targets
 from weft.sim.compare import Report, run_policy
 from weft.sim.profiles import Profile
 from weft.sim.simulator import Played, Truth
@@ -32,6 +32,7 @@ class Served:
     outside: NDArray[np.float64]  # the rest of its TTFT, but for the client's lag: network, parsing, writing
     lag: NDArray[np.float64]  # how late the client sent it
     failures: dict[str, int] = field(default_factory=dict)  # errors that are no refusals, and how often they came
+    steps: list[tuple[StepShape, float]] = field(default_factory=list)  # and their seconds; a client knows none
 
 
 class Line(NamedTuple):
@@ -99,6 +100,21 @@ def outside_ms(served: Sequence[Served]) -> dict[str, float]:
         values = np.concatenate([np.empty(0), *(getattr(one, name) for one in served)]) * 1e3
         if len(values):
             found |= {f"{name}_p50": float(np.median(values)), f"{name}_p99": float(np.percentile(values, 99))}
+    return found
+
+
+def step_errors(served: Sequence[Served], profile: Profile) -> dict[str, dict[str, float]]:
+    """Measured over predicted - 1 of the steps that were served, with prefill and without: what of the error is the
+    profile's own. Predicted is what the simulator makes a step take on average.
+    """
+    factor = math.exp(profile.mean)
+    found: dict[str, dict[str, float]] = {}
+    for kind, with_prefill in (("prefill", True), ("decode", False)):
+        steps = [step for one in served for step in one.steps if (step[0].slices > 0) == with_prefill]
+        ratios = [seconds / (factor * profile.coefficients.predict(shape)) - 1 for shape, seconds in steps]
+        if ratios:
+            places = np.percentile(ratios, [10, 50, 90]).tolist()
+            found[kind] = {"steps": len(ratios), **dict(zip(("p10", "p50", "p90"), places, strict=True))}
     return found
 
 
@@ -188,11 +204,15 @@ def remarks(one: dict[str, Any]) -> list[str]:
     """What the figures of a policy leave out, in sentences."""
     refused = "/".join(str(run["refused"]) for run in one["runs"])
     told = [f"Refused: {refused} served, {one['simulated']['refused']} simulated."]
+    for kind, errors in one["step_errors"].items():
+        places = " / ".join(_percent(errors[place]) for place in ("p10", "p50", "p90"))
+        told.append(f"{errors['steps']:.0f} {kind} steps took {places} more than the profile says (p10 / p50 / p90).")
     outside = one["outside_ms"]
     if "outside_p50" in outside:
+        late = f"; the client sent {outside['lag_p99']:.2f} ms late at p99" if outside["lag_p99"] else ""
         told.append(
-            f"Outside the engine (network, parsing): {outside['outside_p50']:.2f} ms of the TTFT at p50, "
-            f"{outside['outside_p99']:.2f} at p99; the client sent {outside['lag_p99']:.2f} ms late at p99."
+            f"Outside the server's own account: {outside['outside_p50']:.2f} ms of the TTFT at p50, "
+            f"{outside['outside_p99']:.2f} at p99{late}."
         )
     for error, count in one["failures"].items():
         told.append(f"{count} requests failed: {error}.")
