@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.running import RunningServer
+from weft.llm import DEFAULT_MODEL
 
 WORKLOAD = "poisson:rate=20,prompt=uniform:5:60,output=uniform:2:6,duration=0.5"
 SMALL = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", "64MiB")
@@ -47,6 +49,19 @@ def test_a_workload_is_served_over_http_and_simulated_with_the_servers_calibrati
     assert found["command"].startswith(f"weft bench fidelity --workload {WORKLOAD} --repeats 1 --policy chunked,slo")
     assert all(len(one["inside"]) == 3 and one["outside_ms"]["outside_p50"] > 0 for one in found["policies"])
     assert "promises kept" in done.stdout
+
+
+def test_a_shape_without_a_tokenizer_is_served_over_http(tmp_path: Path) -> None:
+    shape, file = tmp_path / "tiny", tmp_path / "result.json"
+    shape.mkdir()
+    shutil.copy(DEFAULT_MODEL / "config.json", shape)
+    command = ("--shape", shape, "--workload", WORKLOAD, *SMALL, *EASY, "--repeats", "1", "--json", file)
+    done = fidelity(*command, home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    check(found, ["slo"])
+    assert found["model"] == "tiny"
+    assert str(tmp_path) not in json.dumps(found), "folders of this machine are not for the docs"
 
 
 def test_an_engine_in_this_process_is_played_the_same_way(tmp_path: Path) -> None:

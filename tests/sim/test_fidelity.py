@@ -14,6 +14,7 @@ from weft.bench.virtual import VirtualExecutor, virtual_engine
 from weft.core import Targets
 from weft.engine.build import MOST_SPREAD
 from weft.engine.engine import Promises
+from weft.errors import OptionError
 from weft.load.client import Reply
 from weft.load.replay import served_of, token_prompts
 from weft.sim import fidelity, profiles
@@ -187,3 +188,21 @@ def test_a_result_takes_the_place_of_an_older_one_in_the_docs(tmp_path: Path) ->
     assert "2026-11-10" not in text
     assert "| promises kept | 100.0% | 100.0% | +0.0 points | - |" in text
     assert "(1 longer than the context left out)" in text
+
+
+def test_errors_are_noted_in_a_profile_and_told_by_the_simulator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from weft.cli import main
+
+    profile, file, shipped = tmp_path / "mine.json", tmp_path / "result.json", profiles.profile_path("h200-llama-3-8b")
+    profile.write_text(shipped.read_text())
+    file.write_text(json.dumps(result()))
+    assert main(["bench", "fidelity", "--from", str(file), "--update-profile", str(profile)]) == 0
+    assert {**json.loads(profile.read_text()), "fidelity": []} == {**json.loads(shipped.read_text()), "fidelity": []}
+    workload = "poisson:rate=2,prompt=fixed:100,output=fixed:3,duration=3"
+    assert main(["simulate", "--workload", workload, "--profile", str(profile), "--no-progress"]) == 0
+    assert "slo: last known error against served traffic (2026-11-16, A Device, t x3)" in capsys.readouterr().out
+    profile.write_text(json.dumps({**json.loads(profile.read_text()), "fidelity": [{"policy": "slo"}]}))
+    with pytest.raises(OptionError, match="fidelity without date, device, errors, slice"):
+        profiles.load_profile(str(profile))

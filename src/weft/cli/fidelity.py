@@ -356,7 +356,7 @@ def _about(arguments: argparse.Namespace, play: Play, shape: str | None) -> dict
     truth, targets = truth_of(play.profile), _targets_ms(arguments, play.facts)
     return {
         "device": play.facts["device"],
-        "model": shape or _plain_name(play.model),
+        "model": _plain_name(shape or play.model),
         "slice": _slice_name(arguments),
         "requests": len(play.trace.arrivals),
         "seconds": play.trace.span,

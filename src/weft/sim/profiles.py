@@ -9,6 +9,7 @@ from weft.core import Coefficients, CostModel
 from weft.errors import OptionError
 
 FOLDER = Path(__file__).parent / "profiles"
+FIDELITY = {"date", "device", "slice", "policy", "errors"}  # what a result of `weft bench fidelity` says at least
 MOST_SPREAD = 0.15  # that a scheduler starts with, as engine/build.py has it
 
 
@@ -60,4 +61,7 @@ def read_profile(name: str, data: dict[str, Any]) -> Profile:
     """A profile from its JSON. What is wrong with it raises ValueError, TypeError or KeyError."""
     coefficients = Coefficients(**data["coefficients"])
     fidelity = tuple(data.get("fidelity", ()))
+    for one in fidelity:
+        if missing := FIDELITY - one.keys():
+            raise KeyError(f"fidelity without {', '.join(sorted(missing))}")
     return Profile(**{**data, "name": name, "coefficients": coefficients, "fidelity": fidelity})
