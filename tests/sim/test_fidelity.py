@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.smooth import SMOOTH
+from weft.bench.others import Others, Ticks
 from weft.bench.replay import replay
 from weft.bench.virtual import VirtualExecutor, virtual_engine
 from weft.core import Targets
@@ -150,6 +151,7 @@ def result(slice_: str = "t x3", date: str = "2026-11-16T10:00:00+00:00") -> dic
                 "inside": [],
                 "outside_ms": {},
                 "step_errors": {},
+                "others": [0.25],
                 "failures": {},
             }
         ],
@@ -188,6 +190,7 @@ def test_a_result_takes_the_place_of_an_older_one_in_the_docs(tmp_path: Path) ->
     assert "2026-11-10" not in text
     assert "| promises kept | 100.0% | 100.0% | +0.0 points | - |" in text
     assert "(1 longer than the context left out)" in text
+    assert "Other processes took 25% of the machine's processor time." in text
 
 
 def test_errors_are_noted_in_a_profile_and_told_by_the_simulator(
@@ -206,3 +209,15 @@ def test_errors_are_noted_in_a_profile_and_told_by_the_simulator(
     profile.write_text(json.dumps({**json.loads(profile.read_text()), "fidelity": [{"policy": "slo"}]}))
     with pytest.raises(OptionError, match="fidelity without date, device, errors, slice"):
         profiles.load_profile(str(profile))
+
+
+def test_processor_time_of_others_is_a_share_of_all_and_without_ones_own() -> None:
+    watched = Others()
+    before = watched._begin
+    if before is None:
+        pytest.skip("there is no /proc/stat here")
+    assert watched.share() is None or 0 <= watched.share() <= 1
+    readings = iter([Ticks(100, 1000, 2000), Ticks(150, 1150, 2400)])
+    watched._read = lambda: next(readings)  # type: ignore[method-assign]
+    watched._begin = watched._read()
+    assert watched.share() == (150 - 50) / 400

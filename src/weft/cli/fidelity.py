@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft import __version__
+from weft.bench.others import Others
 from weft.bench.shapes import shape_directory
 from weft.cli.load import api_key, check_folders, new_words, on_fast_loop, write_json
 from weft.cli.options import add_engine_arguments, engine_options, serve_arguments
@@ -198,10 +199,14 @@ def _subject(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
         info = on_fast_loop(server_info(url, key or None))
         facts = info["engine"]
 
+        own = [pid for pid in info["processes"].values() if pid is not None]
+
         def play(trace: "Trace", words: int) -> "Served":
+            others = Others(own)
             show = arguments.progress and sys.stderr.isatty()
             vocab_size = facts["vocab_size"]
-            return on_fast_loop(replay(url, trace, vocab_size=vocab_size, words=words, key=key or None, show=show))
+            served = on_fast_loop(replay(url, trace, vocab_size=vocab_size, words=words, key=key or None, show=show))
+            return served if arguments.url is not None else replace(served, others=others.share())
 
         yield Subject(facts, info["engine_options"]["max_num_batched_tokens"], info["model"], play)
 
@@ -225,7 +230,8 @@ def _embedded(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
             warm, prompts = token_prompts(trace, facts["vocab_size"], words)
             replay(engine, warm, prompts[len(trace.arrivals) :])
             with work_progress(f"{policy}, served", len(trace.arrivals), arguments.progress) as advance:
-                return replay(engine, trace, prompts, advance)
+                others = Others()
+                return replace(replay(engine, trace, prompts, advance), others=others.share())
 
         yield Subject(facts, options.max_num_batched_tokens, options.model or "default model", play)
 
@@ -345,6 +351,7 @@ def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
         "inside": [line._asdict() for line in fidelity.inside_lines(play.runs, virtual)],
         "outside_ms": fidelity.outside_ms(play.runs),
         "step_errors": fidelity.step_errors(play.runs, play.profile),
+        "others": [one.others for one in play.runs if one.others is not None],
         "failures": failures,
     }
 

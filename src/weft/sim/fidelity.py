@@ -33,6 +33,7 @@ class Served:
     lag: NDArray[np.float64]  # how late the client sent it
     failures: dict[str, int] = field(default_factory=dict)  # errors that are no refusals, and how often they came
     steps: list[tuple[StepShape, float]] = field(default_factory=list)  # and their seconds; a client knows none
+    others: float | None = None  # share of the machine's processor time that other processes took; None: not known
 
 
 class Line(NamedTuple):
@@ -204,6 +205,8 @@ def remarks(one: dict[str, Any]) -> list[str]:
     """What the figures of a policy leave out, in sentences."""
     refused = "/".join(str(run["refused"]) for run in one["runs"])
     told = [f"Refused: {refused} served, {one['simulated']['refused']} simulated."]
+    if one["others"]:
+        told.append(f"Other processes took {max(one['others']):.0%} of the machine's processor time.")
     for kind, errors in one["step_errors"].items():
         places = " / ".join(_percent(errors[place]) for place in ("p10", "p50", "p90"))
         told.append(f"{errors['steps']:.0f} {kind} steps took {places} more than the profile says (p10 / p50 / p90).")
