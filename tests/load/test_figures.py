@@ -180,6 +180,16 @@ def test_a_refused_request_is_sent_again_after_the_time_that_the_server_says() -
     assert found["max_ttft_ms"] == pytest.approx(250, **NEAR)
 
 
+def test_a_server_that_is_too_busy_for_a_first_request_is_measured_all_the_same() -> None:
+    async def run(script: Script) -> Run:
+        async with scripted(lambda body, number: script if body["prompt"] == "Hello" else Script([0.1])) as server:
+            return await measured(server, asks(2))
+
+    assert len(virtual.run(run(Script(status=503, retry_after="1"))).replies) == 2
+    with pytest.raises(EngineError, match="does not answer a first request"):
+        virtual.run(run(Script(status=503)))
+
+
 def test_nothing_is_sent_again_after_the_duration_or_unasked() -> None:
     async def run(**how: Any) -> Run:
         script = scripted(lambda body, number: Script(status=503, retry_after="2"))

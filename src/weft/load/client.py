@@ -117,7 +117,7 @@ class Client:
             reply = await self.send(first, 0, self.clock(), 0.0)
             if reply.status != 400 and reply.status != 422:
                 break
-        if reply.status != 200:
+        if reply.status != 200 and reply.retry_after is None:  # one that is only busy is up, and has understood
             raise EngineError(f"{self.base} does not answer a first request: {reply.error}")
 
     async def send(self, ask: Ask, number: int, start: float, due: float, reply: Reply | None = None) -> Reply:
