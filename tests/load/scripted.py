@@ -17,6 +17,7 @@ class Script:
     delays: list[float] = field(default_factory=lambda: [0.0])
     tokens: int = 1
     status: int = 200
+    retry_after: str | None = None  # the header of a refusal
     cut_after: int | None = None  # chunks, after which the connection is closed
     error_after: int | None = None  # chunks, after which an error frame comes
     tells_usage: bool = True
@@ -68,7 +69,7 @@ class ScriptedServer:
         script = self.script(body, len(self.bodies))
         self.bodies.append(body)
         if script.status != 200:
-            writer.write(_whole(script.status, {"error": {"message": "not now"}}))
+            writer.write(_whole(script.status, {"error": {"message": "not now"}}, script.retry_after))
             return True
         if not body.get("stream"):
             writer.write(_whole(200, {"usage": {"prompt_tokens": self._counted(body)["count"]}}))
@@ -149,10 +150,12 @@ def _frame(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(b"%x\r\n%s\r\n" % (len(data), data))
 
 
-def _whole(status: int, data: dict[str, Any]) -> bytes:
+def _whole(status: int, data: dict[str, Any], retry_after: str | None = None) -> bytes:
     body = json.dumps(data).encode()
-    return b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (
+    more = b"" if retry_after is None else b"retry-after: %s\r\n" % retry_after.encode()
+    return b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\n%scontent-length: %d\r\n\r\n%s" % (
         status,
+        more,
         len(body),
         body,
     )

@@ -63,6 +63,7 @@ def test_every_figure_is_the_one_that_was_scripted(endpoint: str, tokens: int) -
     assert found["request_throughput"] == pytest.approx(10 / found["duration"])
     assert found["goodput_share"] == 1
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])
+    assert found["goodput_output_throughput"] == pytest.approx(found["output_throughput"])
     assert found["max_lag_ms"] == pytest.approx(0, abs=0.01)
 
 
@@ -139,6 +140,64 @@ def test_errors_are_counted_and_named_and_never_dropped() -> None:
     assert told[4] == "the answer has no content"
     assert told[5] == "no answer within 1 s"
     assert sum(found["error_counts"].values()) == 5
+
+
+def test_tokens_of_requests_that_kept_their_goals_are_counted_over_the_same_time() -> None:
+    drawn = [_reply(0.0, 0.0, [0.1, 0.2, 0.3, 0.4], 0), _reply(0.0, 0.0, [2.0, 4.0], 0)]
+    found = in_all(Run(drawn, 2, 2, 4.0), Goals(ttft=500, gap=150))
+    assert (found["output_throughput"], found["goodput_output_throughput"]) == (6 / 4, 4 / 4)
+    assert in_all(Run(drawn, 2, 2, 4.0))["goodput_output_throughput"] is None
+
+
+def test_a_refused_request_is_sent_again_after_the_time_that_the_server_says() -> None:
+    """The first is refused twice, the second for ever, the third without a time, the fourth not at all."""
+    seen: dict[str, int] = {}
+
+    def script(body: dict[str, Any], number: int) -> Script:
+        seen[body["prompt"]] = seen.get(body["prompt"], 0) + 1
+        if body["prompt"] == "0" and seen["0"] <= 2:
+            return Script(status=(503, 429)[seen["0"] - 1], retry_after=("2", "0")[seen["0"] - 1])
+        if body["prompt"] == "1":
+            return Script(status=503, retry_after="100")
+        return Script(status=503) if body["prompt"] == "2" else Script([0.25, 0.25])
+
+    async def run() -> Run:
+        async with scripted(script) as server:
+            return await measured(server, asks(4), retry_for=70)
+
+    run_ = virtual.run(run())
+    told = {reply.number: reply for reply in run_.replies}
+    first = told[0]
+    assert (first.retries, first.is_complete) == (2, True)
+    assert first.retry_wait == pytest.approx(2.05)  # what the server says, and at least 0.05 s
+    assert first.due == pytest.approx(2.05), "each attempt is a request of its own"
+    assert first.times[0] - first.due == pytest.approx(0.25)
+    assert (told[1].retries, told[1].error) == (2, "503: not now"), "after 30 and 60 s; 90 s would be too late"
+    assert (told[2].retries, told[3].retries) == (0, 0)
+    found = in_all(run_)
+    assert (found["completed"], found["failed"], found["retries"], found["retried_requests"]) == (2, 2, 4, 2)
+    assert found["max_retry_wait_ms"] == pytest.approx(60_000)
+    assert found["max_ttft_ms"] == pytest.approx(250, **NEAR)
+
+
+def test_a_server_that_is_too_busy_for_a_first_request_is_measured_all_the_same() -> None:
+    async def run(script: Script) -> Run:
+        async with scripted(lambda body, number: script if body["prompt"] == "Hello" else Script([0.1])) as server:
+            return await measured(server, asks(2))
+
+    assert len(virtual.run(run(Script(status=503, retry_after="1"))).replies) == 2
+    with pytest.raises(EngineError, match="does not answer a first request"):
+        virtual.run(run(Script(status=503)))
+
+
+def test_nothing_is_sent_again_after_the_duration_or_unasked() -> None:
+    async def run(**how: Any) -> Run:
+        script = scripted(lambda body, number: Script(status=503, retry_after="2"))
+        async with script as server, Client(server.url, "scripted", timeout=20, clock=virtual.clock) as client:
+            return await drive(client, asks(1), **how)
+
+    assert virtual.run(run()).replies[0].retries == 0
+    assert virtual.run(run(retry_for=100, duration=5.0)).replies[0].retries == 2
 
 
 def test_first_content_may_be_a_thought_or_a_tool_call() -> None:

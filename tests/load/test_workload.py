@@ -23,6 +23,7 @@ from weft.load.workload import (
     of_trace,
     parse_lengths,
 )
+from weft.sim.traces import LeftOut
 
 COUNT = 20_000  # draws of the statistical tests; a mean of them is within 3 % or so
 rates = st.floats(0.01, 1000)
@@ -260,4 +261,6 @@ def test_a_malformed_sharegpt_file_is_named_with_the_place(tmp_path: Path, conte
 
 def test_wishes_that_do_not_fit_are_left_out_and_counted() -> None:
     wishes = [Wish(0, 6, 4), Wish(1, 6, 5), Wish(2, 1, 1)]
-    assert cut(wishes, 10) == ([Wish(0, 6, 4), Wish(2, 1, 1)], 1)
+    kept, left_out = cut(wishes, 10)
+    assert (kept, left_out) == ([Wish(0, 6, 4), Wish(2, 1, 1)], LeftOut(1, 3, 11, 10))
+    assert cut(kept, 10) == (kept, None)

@@ -183,6 +183,9 @@ def test_metrics_have_both_names(promising: RunningServer) -> None:
     assert promising.metric('vllm:num_requests_running{engine="0",model_name="weft-default"}') == 0
     info = promising.get("/server_info")
     assert info["engine"]["gap_target"] == 2.0
+    profile = info["engine"]["profile"]
+    assert profile["kv_tokens"] == info["engine"]["num_blocks"] * info["engine"]["block_size"]
+    assert profile["coefficients"]["token"] > 0
     json.dumps(info)
 
 

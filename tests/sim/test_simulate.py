@@ -16,7 +16,7 @@ from weft.errors import OptionError
 from weft.sim.compare import kept_promises, make_policy, report, run_policy
 from weft.sim.profiles import load_profile
 from weft.sim.simulator import Truth
-from weft.sim.traces import Arrival, Trace, load_trace
+from weft.sim.traces import Arrival, LeftOut, Trace, load_trace
 
 PROFILE = SMOOTH
 EXACT = Truth(PROFILE.coefficients)
@@ -55,6 +55,29 @@ def test_mooncake_s_bins_are_spread_and_its_ids_become_blocks(tmp_path: Path) ->
     # The second shares two ids of 512 tokens with the first, the third one; partial tails (9, 10, 11) are not cached.
     assert played.cached_tokens == 1024 + 512
     assert played.prefill_tokens == 1100 + (1200 - 1024) + (600 - 512)
+
+
+def test_requests_longer_than_the_context_are_left_out_counted_and_named() -> None:
+    trace = Trace("t", (Arrival(0.0, 90, 10), Arrival(1.0, 90, 11), Arrival(2.0, 5, 5), Arrival(3.0, 500, 1)))
+    played, left_out = trace.fitting(100)
+    assert played.arrivals == (Arrival(0.0, 90, 10), Arrival(2.0, 5, 5))
+    assert left_out == LeftOut(count=2, of=4, longest=501, context=100)
+    assert str(left_out) == (
+        "2 of 4 requests are longer than the context of 100 tokens and are left out; the longest has 501"
+    )
+    assert trace.fitting(501) == (trace, None)
+    with pytest.raises(OptionError, match="t: 4 of 4 requests are longer than the context of 9 tokens"):
+        trace.fitting(9)
+
+
+def test_the_command_plays_a_trace_without_what_does_not_fit(tmp_path: Path) -> None:
+    rows = ["2023-11-16 18:15:46,374,44", "2023-11-16 18:15:47,200000,44", "2023-11-16 18:15:48,100,9"]
+    trace, out = azure(tmp_path / "t.csv", rows), tmp_path / "out.json"
+    done = simulate("--trace", trace, "--profile", "h200-llama-3-8b", "--json", out)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 3 requests are longer than the context of 131,072 tokens" in done.stderr
+    (found,) = json.loads(out.read_text())
+    assert (found["requests"], found["left_out_too_long"]) == (2, 1)
 
 
 def mooncake(**fields: str) -> str:
@@ -184,6 +207,7 @@ def test_the_command_prints_a_table_and_writes_json_and_repeats_itself(tmp_path:
     done = simulate(*options, "--gap-target-ms", "25", "--json", tmp_path / "a.json")
     assert done.returncode == 0, done.stderr
     assert "chunked:512" in done.stdout
+    assert "monolithic: the error of h200-llama-3-8b against served traffic is not known" in done.stdout
     reports = json.loads((tmp_path / "a.json").read_text())
     assert [one["policy"] for one in reports] == ["monolithic", "chunked:512", "slo"]
     assert set(reports[0]["gap_ms"]) == {"p50", "p99", "p999", "max"}

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from weft.cli import interference, latency, load, offline, ratesweep, streams, versus
+from weft.cli import fidelity, interference, latency, load, offline, ratesweep, streams, versus
 
 SIZES = (1, 64, 256, 1024, 4096)
 
@@ -36,6 +36,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     latency.register(kinds)
     interference.register(kinds)
     streams.register(kinds)
+    fidelity.register(kinds)
 
 
 def run_scheduler(arguments: argparse.Namespace) -> int:

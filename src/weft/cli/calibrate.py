@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft import __version__
 from weft.bench.shapes import shape_directory
 from weft.cli.options import add_engine_arguments, engine_options
 from weft.cli.shapes import SHAPE_HELP
@@ -61,6 +60,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from weft.engine.profile import profile_of
     from weft.llm import LLM
 
     if not 0 < arguments.seconds < math.inf:
@@ -78,23 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         _write(arguments.json, {**asdict(calibration), "decode_step": calibration.decode_step, "file": str(file)})
     if arguments.profile is not None:
-        _write(arguments.profile, _profile(llm, calibration))
+        _write(arguments.profile, profile_of(llm.engine, calibration, llm.options.max_num_batched_tokens))
     return 0
-
-
-def _profile(llm: "LLM", calibration: "Calibration") -> dict[str, Any]:
-    """What a simulation needs to know of this model on this device."""
-    scheduler = llm.engine.loop.scheduler
-    return {
-        "origin": f"measured with weft {__version__} on {calibration.device}: {calibration.steps} steps, error p50 "
-        f"{calibration.error_p50:.1%}, p99 {calibration.error_p99:.1%}",
-        "max_model_len": llm.engine.max_model_len,
-        "kv_tokens": scheduler.num_blocks * scheduler.block_size,
-        "block_size": scheduler.block_size,
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": llm.options.max_num_batched_tokens,
-        "coefficients": asdict(calibration.coefficients),
-    }
 
 
 def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, Path]":

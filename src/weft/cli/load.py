@@ -12,7 +12,7 @@ import time
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft import __version__
 from weft.errors import EngineError, OptionError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from weft.load.prompts import Count
     from weft.load.workload import Wish
 
+R = TypeVar("R")
 SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 # What is taken where nothing is given; the parser's own defaults would not tell one from the other.
 DEFAULTS = {"input_len": "256", "output_len": "128", "rate_scale": 1.0, "pattern": "poisson", "burstiness": 1.0}
@@ -103,6 +104,12 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-concurrency", type=int, metavar="N", help="most requests under way; without a rate, so many users")
     add("--duration", type=float, default=math.inf, metavar="S", help="send for so many seconds, then wait for answers")
     add("--timeout", type=float, default=600.0, metavar="S", help="for one answer (default: 600)")
+    add(
+        "--retry-refused",
+        action="store_true",
+        help="send a request that is refused (429 or 503) again after the server's Retry-After, 0.05 to 30 s, until "
+        "--timeout has passed since it was first due; times are those of the last attempt",
+    )
     told = parser.add_argument_group("what is told")
     add = told.add_argument
     add("--warmup", type=float, default=0.0, metavar="S", help="leave out who was due in the first S seconds")
@@ -163,11 +170,11 @@ def measured(arguments: argparse.Namespace, url: str, words: int) -> dict[str, A
     from weft.load.figures import Goals
 
     goals = Goals.parse(arguments.goodput) if arguments.goodput else None
-    client, run = _run(_measure(arguments, url, words))
+    client, run = on_fast_loop(_measure(arguments, url, words))
     return {**_figures(run, arguments, url, client, goals), "requests": _detailed(run)}
 
 
-def _run(measuring: "Coroutine[Any, Any, tuple[Client, Run]]") -> "tuple[Client, Run]":
+def on_fast_loop(measuring: "Coroutine[Any, Any, R]") -> R:
     """On the fastest event loop that there is."""
     try:
         import uvloop
@@ -259,6 +266,7 @@ async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tupl
                     concurrency=arguments.max_concurrency,
                     open_loop=not is_closed(arguments),
                     duration=arguments.duration,
+                    retry_for=arguments.timeout if arguments.retry_refused else 0.0,
                     run=run,
                 )
             )
@@ -295,22 +303,23 @@ async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> 
     from weft.load.workload import cut
 
     count, seed = _counter(arguments, client), arguments.seed + 1_000_003 * words
-    wishes, left_out = _wishes(arguments), 0
+    wishes, left_out = _wishes(arguments), None
     atoms = await Atoms.find(count)
     if arguments.sharegpt is not None:
         wishes = await counted(wishes, atoms, seed, count)
     longest = await _context(client)
     if longest is not None:
         wishes, left_out = cut(wishes, longest)
-        if left_out:
-            print(f"{left_out} requests are longer than the model's {longest} tokens and are left out", file=sys.stderr)
+        if left_out is not None:
+            print(f"weft: {left_out}", file=sys.stderr)
     if not wishes:
         raise OptionError("no requests are left to send: choose shorter lengths, or another trace")
     if arguments.trace is not None:  # a few of its prompts may be shorter than what a server puts around one
         wishes = [wish._replace(prompt_tokens=max(wish.prompt_tokens, atoms.least)) for wish in wishes]
     _check_window(arguments, max(wish.at for wish in wishes))
     asks = await make_asks(wishes, atoms, seed, count)
-    return Endless(asks, wishes, atoms, seed) if _fills_its_time(arguments) else asks, left_out
+    sent = Endless(asks, wishes, atoms, seed) if _fills_its_time(arguments) else asks
+    return sent, 0 if left_out is None else left_out.count
 
 
 def _check_window(arguments: argparse.Namespace, last: float) -> None:
@@ -407,6 +416,7 @@ def _figures(
         "max_concurrency": arguments.max_concurrency,
         "seed": arguments.seed,
         "ignore_eos": client.asks_to_ignore_eos,
+        "retry_refused": arguments.retry_refused,
     }
     try:
         window = Window.of(run.replies, arguments.warmup, arguments.cooldown)
@@ -448,6 +458,12 @@ def _show(found: dict[str, Any]) -> None:
     )
     for error, count in list(found["error_counts"].items())[:5]:
         print(f"  {count} x {error}")
+    if found["retries"]:
+        print(
+            f"{found['retries']} retries: {found['retried_requests']} requests were refused at first, and waited "
+            f"{found['p50_retry_wait_ms'] / 1e3:.1f} s (p50), {found['p99_retry_wait_ms'] / 1e3:.1f} s (p99) before "
+            "the attempt that is counted"
+        )
     show_caveats(found)
     if found["achieved_request_rate"] is not None:
         whose = "" if found["trace"] is None else f"{found['trace']} x {found['rate_scale']:g}: "
@@ -458,7 +474,10 @@ def _show(found: dict[str, Any]) -> None:
     )
     if found["request_goodput"] is not None:
         goals = ", ".join(f"{name} {value:g} ms" for name, value in found["goodput_goals_ms"].items())
-        print(f"goodput {found['request_goodput']:.2f} requests/s, {found['goodput_share']:.1%} of all ({goals})")
+        print(
+            f"goodput {found['request_goodput']:.2f} requests/s with {found['goodput_output_throughput']:.1f} output "
+            f"tokens/s, {found['goodput_share']:.1%} of all requests ({goals})"
+        )
     print(f"\n{'ms':<6}" + "".join(f"{kind:>10}" for kind in SHOWN))
     for name in found["definitions"]:
         row = [found[f"{kind}_{name}_ms"] for kind in SHOWN]
@@ -493,6 +512,8 @@ def _detailed(run: "Run") -> list[dict[str, Any]]:
             "output_tokens": reply.output_tokens,
             "cached_tokens": reply.cached_tokens,
             "error": reply.error or None,
+            "retries": reply.retries,
+            "retry_wait": reply.retry_wait,
             "server": reply.server,
         }
         for reply in sorted(run.replies, key=lambda reply: reply.number)

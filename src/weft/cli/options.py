@@ -89,6 +89,17 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 
+def serve_arguments(arguments: argparse.Namespace) -> list[str]:
+    """The engine's arguments as `weft serve` takes them."""
+    names = [field.name for field in fields(EngineOptions) if field.name not in ("model", "seed")]
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
+    caches = given.pop("enable_prefix_caching")
+    found = [] if arguments.model is None else [arguments.model]
+    for name, value in given.items():
+        found += [f"--{name.replace('_', '-')}", str(value)]
+    return [*found, "--enable-prefix-caching" if caches else "--no-enable-prefix-caching"]
+
+
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling", "What is not given is the model's own recommendation, if it has one.")
     add = group.add_argument

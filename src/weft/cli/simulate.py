@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     from weft.core import Targets
     from weft.progress import work_progress
     from weft.sim.compare import make_policy, report, run_policy
+    from weft.sim.fidelity import known_error
     from weft.sim.profiles import load_profile
     from weft.sim.simulator import Truth
 
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = (arguments.compare or arguments.policy).split(",")
     for name in names:
         make_policy(name, profile)  # an unknown one is found before the work
-    trace = _trace(arguments, profile.max_model_len)
+    trace, left_out = _trace(arguments, profile.max_model_len)
     targets = Targets(
         gap=arguments.gap_target_ms / 1000,
         ttft=arguments.ttft_target_ms / 1000,
@@ -110,8 +111,11 @@ def run(arguments: argparse.Namespace) -> int:
         with work_progress(name, len(trace.arrivals), arguments.progress) as advance:
             reports.append(report(name, run_policy(name, trace, profile, targets, truth, advance), targets))
     _show(reports, trace, arguments)
+    for name in names:
+        print(known_error(profile, name))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(one) for one in reports], indent=1) + "\n")
+        rows = [{**asdict(one), "left_out_too_long": left_out} for one in reports]
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 
 
@@ -127,7 +131,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise OptionError(f"--bias {arguments.bias} must be above -1")
 
 
-def _trace(arguments: argparse.Namespace, max_model_len: int) -> "Trace":
+def _trace(arguments: argparse.Namespace, max_model_len: int) -> "tuple[Trace, int]":
+    """What is played, and how many requests are left out because they are longer than the context."""
     from weft.sim.traces import load_trace
     from weft.sim.workloads import parse_workload
 
@@ -139,12 +144,10 @@ def _trace(arguments: argparse.Namespace, max_model_len: int) -> "Trace":
         print(f"weft: {arguments.trace} was not in order of time; it was sorted", file=sys.stderr)
     if arguments.duration is not None:
         trace = trace.first(arguments.duration)
-    longest = max((a.prompt_tokens + a.output_tokens for a in trace.arrivals), default=0)
-    if longest > max_model_len:
-        raise OptionError(
-            f"{arguments.trace} has a request of {longest} tokens; the profile's context is {max_model_len}"
-        )
-    return trace.scaled(arguments.rate_scale)
+    trace, left_out = trace.fitting(max_model_len)
+    if left_out is not None:
+        print(f"weft: {arguments.trace}: {left_out}", file=sys.stderr)
+    return trace.scaled(arguments.rate_scale), 0 if left_out is None else left_out.count
 
 
 def _show(reports: "list[Report]", trace: "Trace", arguments: argparse.Namespace) -> None:

@@ -9,3 +9,4 @@ class Ask:
     prompt: str
     prompt_tokens: int  # by the server's tokenizer, whatever it puts around the prompt included
     output_tokens: int  # wanted; the model's end of text is ignored where the server can
+    ids: tuple[int, ...] = ()  # a prompt of token ids, in the place of the text; for completions only

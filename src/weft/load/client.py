@@ -25,6 +25,8 @@ EXTRAS: tuple[dict[str, Any], ...] = (
 )
 # What a body that is no JSON raises. ValueError: bytes that are no UTF-8; RecursionError: brackets without end.
 NO_JSON = (msgspec.DecodeError, ValueError, RecursionError)
+REFUSED = (429, 503)  # statuses with which a server says that it is too busy for a request
+HELLO = Ask(0.0, "Hello", 1, 2)
 COUNTED_AT_ONCE = 16  # texts whose tokens are counted at the same time
 
 
@@ -49,6 +51,9 @@ class Reply:
     asked_input: int = 0  # tokens; 0: nothing is known of it
     asked_output: int = 0
     is_without_usage: bool = False  # the server did not count the output tokens: every chunk is taken for one
+    retry_after: float | None = None  # seconds, of a refusal: when to ask again, as the server says
+    retries: int = 0  # attempts before this one, all refused
+    retry_wait: float = 0.0  # seconds from when the first attempt was to be sent until this one was
 
     @property
     def is_complete(self) -> bool:
@@ -67,6 +72,7 @@ class Client:
         key: str | None = None,
         temperature: float = 0.0,
         timeout: float = 600.0,
+        always: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock = clock  # not the event loop's, which may be as coarse as a millisecond
@@ -77,6 +83,7 @@ class Client:
         self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=30)
         self._extras = EXTRAS[0]
+        self._always = always or {}  # fields of every request
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "Client":
@@ -93,8 +100,11 @@ class Client:
         """Whether answers are asked to go on beyond the model's end of text; a server may refuse that."""
         return "ignore_eos" in self._extras
 
-    async def meet(self) -> None:
-        """Finds out which models there are and what the server understands; an error says what is wrong."""
+    async def meet(self, first: Ask = HELLO) -> None:
+        """Finds out which models there are and what the server understands; an error says what is wrong.
+
+        `first` is what it is asked for that.
+        """
         known = await self._models()
         if not self.model:
             if not known:
@@ -102,13 +112,12 @@ class Client:
             self.model = known[0]
         elif known and self.model not in known:
             raise EngineError(f"{self.base} has no model {self.model!r}; it has {', '.join(known)}")
-        first = Ask(0.0, "Hello", 1, 2)
         reply = Reply(0, 0.0, 0)
         for self._extras in EXTRAS:
             reply = await self.send(first, 0, self.clock(), 0.0)
             if reply.status != 400 and reply.status != 422:
                 break
-        if reply.status != 200:
+        if reply.status != 200 and reply.retry_after is None:  # one that is only busy is up, and has understood
             raise EngineError(f"{self.base} does not answer a first request: {reply.error}")
 
     async def send(self, ask: Ask, number: int, start: float, due: float, reply: Reply | None = None) -> Reply:
@@ -125,6 +134,7 @@ class Client:
             async with self._session.post(self.base + PATHS[self.endpoint], data=body) as response:
                 reply.status = response.status
                 if response.status != 200:
+                    reply.retry_after = _retry_after(response.status, response.headers.get("retry-after"))
                     reply.error = _refusal(response.status, await response.read())
                 else:
                     await _read(response, reply, start, self.clock)
@@ -204,7 +214,8 @@ class Client:
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         most = {"max_tokens": ask.output_tokens, "temperature": self.temperature, "stream": True}
-        return {"model": self.model, **self._prompt(ask.prompt), **most, **self._extras}
+        prompt = {"prompt": ask.ids} if ask.ids else self._prompt(ask.prompt)
+        return {"model": self.model, **prompt, **most, **self._extras, **self._always}
 
 
 Clock = Callable[[], float]
@@ -271,7 +282,7 @@ def _whole(value: object) -> int | None:
 
 
 def _has_content(choice: dict[str, Any]) -> bool:
-    if choice.get("text"):
+    if choice.get("text") or choice.get("token_ids"):
         return True
     delta = choice.get("delta")
     return delta is not None and any(delta.get(name) for name in CONTENT)
@@ -281,6 +292,17 @@ def _named(error: Exception) -> str:
     """In one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _retry_after(status: int, header: str | None) -> float | None:
+    """Seconds until a refused request may be sent again; None where it is no refusal, or the server does not say."""
+    if status not in REFUSED or header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:  # a date, which no server of language models sends
+        return None
+    return seconds if math.isfinite(seconds) else None
 
 
 def _refusal(status: int, body: bytes) -> str:

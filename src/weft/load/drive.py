@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from weft.load.ask import Ask
 from weft.load.client import Client, Reply
 
+LEAST_WAIT, MOST_WAIT = 0.05, 30.0  # seconds before a refused request is sent again, whatever the server says
 EARLY = 1e-4  # seconds by which a request may be sent too soon
 
 
@@ -54,6 +55,7 @@ async def drive(
     concurrency: int | None = None,
     open_loop: bool = True,
     duration: float = math.inf,
+    retry_for: float = 0.0,
     run: Run | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Run:
@@ -62,6 +64,10 @@ async def drive(
     In an open loop a request is due at its time, however slow the server is: a stalled server shows in all who come
     meanwhile. `concurrency` bounds those under way; who waits for that is late from when it was due. In a closed loop
     a request is due when one of `concurrency` users has had the answer before, or at the start.
+
+    A request that is refused (429 or 503) with a Retry-After is sent again after that time, for `retry_for` seconds
+    from when it was first due, and within the `duration`. The last attempt is its reply: all times are that attempt's,
+    as each is a request of its own to the server. Its place among `concurrency` is kept meanwhile.
 
     Cancelled, it leaves what is known in `run`.
     """
@@ -77,7 +83,7 @@ async def drive(
         free = max(due, await places.take()) if places is not None and open_loop else due
         try:
             run.sent += 1
-            reply = await client.send(ask, number, start, due)
+            reply = await _answer(client, ask, number, start, due, min(due + retry_for, duration))
             reply.free = free
             run.replies.append(reply)
             del run.unanswered[number]
@@ -118,3 +124,18 @@ async def drive(
     finally:
         run.seconds = clock() - start
     return run
+
+
+async def _answer(client: Client, ask: Ask, number: int, start: float, due: float, until: float) -> Reply:
+    """The reply to the last attempt: none begins after `until`, in seconds from the start of the run."""
+    reply = await client.send(ask, number, start, due)
+    while reply.retry_after is not None:
+        again = reply.end + min(max(reply.retry_after, LEAST_WAIT), MOST_WAIT)
+        if again > until:
+            break
+        while (wait := again - (client.clock() - start)) > EARLY:
+            await asyncio.sleep(wait)
+        retries = reply.retries + 1
+        reply = await client.send(ask, number, start, again)
+        reply.retries, reply.retry_wait = retries, again - due
+    return reply

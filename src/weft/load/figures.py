@@ -139,6 +139,8 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
         "left_out_too_long": run.left_out,
         "completed_without_usage": sum(reply.is_without_usage for reply in done),
         "error_counts": errors,
+        "retries": sum(reply.retries for reply in inside),
+        "retried_requests": sum(reply.retries > 0 for reply in inside),
         "was_interrupted": run.was_interrupted,
         "total_input_tokens": read,
         "total_output_tokens": written,
@@ -149,11 +151,13 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
         "achieved_request_rate": _sent_rate(inside),
         "max_concurrent_requests": _most_at_once(run.replies),
     }
-    found |= {"request_goodput": None}
+    found |= {"request_goodput": None, "goodput_output_throughput": None}
     if goals is not None:
         unanswered = sum(map(window.holds, run.unanswered.values()))
         good = sum(is_good(reply, goals) for reply in inside)
-        found["request_goodput"] = sum(is_good(reply, goals) for reply in ended) / seconds
+        kept = [reply for reply in ended if is_good(reply, goals)]
+        found["request_goodput"] = len(kept) / seconds
+        found["goodput_output_throughput"] = sum(reply.output_tokens for reply in kept) / seconds
         found["goodput_share"] = good / max(1, len(inside) + unanswered)
         found["goodput_goals_ms"] = {name: value for name, value in goals._asdict().items() if value < math.inf}
     pooled = {
@@ -166,6 +170,8 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
     }
     for name, values in pooled.items():
         found |= _spread(name, values * 1e3)
+    if found["retries"]:
+        found |= _spread("retry_wait", np.array([reply.retry_wait * 1e3 for reply in inside if reply.retries]))
     return {**found, **_cached(done), **_server_side(done)}
 
 

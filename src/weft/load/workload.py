@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import OptionError
-from weft.sim.traces import load_trace
+from weft.sim.traces import LeftOut, load_trace
 
 PATTERNS = ("poisson", "constant", "ramp")
 LENGTH_FORMS = "128, 100:1024 (from:to), lognormal:500,1.2 (median,sigma), or a file with one whole number a line"
@@ -274,7 +274,10 @@ def _first_turns(place: str, conversation: object) -> tuple[str, str] | None:
     return (question, answer) if question.strip() and answer.strip() else None
 
 
-def cut(wishes: Sequence[Wish], longest: int) -> tuple[list[Wish], int]:
-    """The wishes that fit into a context of `longest` tokens, and how many do not."""
-    kept = [wish for wish in wishes if wish.prompt_tokens + wish.output_tokens <= longest]
-    return kept, len(wishes) - len(kept)
+def cut(wishes: Sequence[Wish], context: int) -> tuple[list[Wish], LeftOut | None]:
+    """The wishes that fit into a context of so many tokens, and what is left out."""
+    lengths = [wish.prompt_tokens + wish.output_tokens for wish in wishes]
+    kept = [wish for wish, length in zip(wishes, lengths, strict=True) if length <= context]
+    if len(kept) == len(wishes):
+        return kept, None
+    return kept, LeftOut(len(wishes) - len(kept), len(wishes), max(lengths), context)

@@ -73,6 +73,8 @@ class Facts(msgspec.Struct, frozen=True):
     ttft_target_per_1k: float
     ttft_source: Source
     calibration_quality: str  # in words; "" where nothing was measured
+    # Of the calibration that the engine started with, as `weft simulate --profile` reads it; None: it has none.
+    profile: dict[str, Any] | None = None
 
     @property
     def has_targets(self) -> bool:

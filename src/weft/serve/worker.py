@@ -21,9 +21,11 @@ import zmq
 
 from weft.core import StepRecord, Targets
 from weft.engine.build import build_engine, settle
+from weft.engine.calibration import device_name
 from weft.engine.engine import Engine
 from weft.engine.loop import TokenEvent
 from weft.engine.options import EngineOptions
+from weft.engine.profile import profile_of
 from weft.engine.stream import Stream
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.observe.metrics import EngineStep
@@ -75,23 +77,27 @@ def main() -> int:
         socket.close()
         return 2
     settle()
-    socket.send(encode(Ready(facts_of(engine, orders.options["policy"]))))
+    socket.send(encode(Ready(facts_of(engine, orders.options))))
     Worker(engine, socket, log).run()
     return 1
 
 
-def facts_of(engine: Engine, policy: str) -> Facts:
+def facts_of(engine: Engine, options: dict[str, Any]) -> Facts:
     scheduler, promises = engine.loop.scheduler, engine.promises
     targets = Targets() if promises is None else promises.targets
+    executor: Any = engine.loop.executor  # on the CPU or on a GPU: both own a device
+    profile = None
+    if promises is not None:
+        profile = profile_of(engine, promises.calibration, options["max_num_batched_tokens"])
     return Facts(
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
         block_size=scheduler.block_size,
         num_blocks=scheduler.num_blocks,
         max_num_seqs=scheduler.max_num_seqs,
-        policy=policy,
+        policy=options["policy"],
         enable_prefix_caching=scheduler.enable_prefix_caching,
-        device=promises.calibration.device if promises is not None else "",
+        device=device_name(executor.device),
         gap_target=_finite(targets.gap),
         gap_source=targets.gap_source,
         min_gap_target=targets.min_gap,
@@ -99,6 +105,7 @@ def facts_of(engine: Engine, policy: str) -> Facts:
         ttft_target_per_1k=targets.ttft_per_1k,
         ttft_source=targets.ttft_source,
         calibration_quality="" if promises is None else promises.calibration.quality,
+        profile=profile,
     )
 
 

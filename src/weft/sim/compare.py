@@ -35,7 +35,9 @@ class Report:
     gap_ms: dict[str, float]
 
 
-def make_policy(name: str, profile: Profile) -> Policy:
+def make_policy(name: str, profile: Profile, cost: CostModel | None = None) -> Policy:
+    """A policy by name; `cost` is what it knows of the device at the start (default: the exact coefficients)."""
+    cost = CostModel(profile.coefficients) if cost is None else cost
     kind, _, size = name.partition(":")
     if size and not (size.isdecimal() and int(size) > 0):
         raise OptionError(f"policy {name!r}: {size!r} is not a number of tokens")
@@ -44,9 +46,9 @@ def make_policy(name: str, profile: Profile) -> Policy:
     if kind == "chunked":
         return chunked(int(size) if size else profile.max_num_batched_tokens)
     if kind == "slo" and not size:
-        return slo(CostModel(profile.coefficients), profile.max_num_batched_tokens)
+        return slo(cost, profile.max_num_batched_tokens)
     if kind == "slo-order" and size:
-        return slo_order(CostModel(profile.coefficients), int(size))
+        return slo_order(cost, int(size))
     raise OptionError(f"unknown policy {name!r}; known: {POLICIES}")
 
 
@@ -57,10 +59,12 @@ def run_policy(
     targets: Targets,
     truth: Truth,
     progress: Callable[[int], None] = lambda arrived: None,
+    cost: CostModel | None = None,
 ) -> Played:
+    """Plays a trace under a policy; `cost` is what that knows of the device at the start (see `make_policy`)."""
     scheduler = Scheduler(
         wave=profile.coefficients.wave,
-        policy=make_policy(name, profile),
+        policy=make_policy(name, profile, cost),
         num_blocks=profile.kv_tokens // profile.block_size,
         block_size=profile.block_size,
         max_num_seqs=profile.max_num_seqs,

@@ -3,11 +3,14 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from weft.core import Coefficients
+from weft.core import Coefficients, CostModel
 from weft.errors import OptionError
 
 FOLDER = Path(__file__).parent / "profiles"
+FIDELITY = {"date", "device", "slice", "policy", "errors"}  # what a result of `weft bench fidelity` says at least
+MOST_SPREAD = 0.15  # that a scheduler starts with, as engine/build.py has it
 
 
 @dataclass(frozen=True)
@@ -20,19 +23,45 @@ class Profile:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    # How far steps were from what the coefficients say when they were measured: log(measured / predicted), its mean and
+    # its standard deviation without hiccups. None: the profile does not say.
+    mean: float = 0.0
+    spread: float | None = None
+    fidelity: tuple[dict[str, Any], ...] = ()  # what `weft bench fidelity` found, the oldest first
+
+    def cost_model(self) -> CostModel:
+        """What a scheduler knows that has just started on this device."""
+        if self.spread is None:
+            return CostModel(self.coefficients, self.mean)
+        return CostModel(self.coefficients, self.mean, min(self.spread, MOST_SPREAD))
 
 
 def known_profiles() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def load_profile(name: str) -> Profile:
-    """A profile by name, or from a JSON file."""
+def profile_path(name: str) -> Path:
+    """The file of a profile that ships with weft, or of one that is given by its path."""
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         raise OptionError(f"unknown profile {name!r}; known: {', '.join(known_profiles())}, or a path to a JSON file")
+    return path
+
+
+def load_profile(name: str) -> Profile:
+    """A profile by name, or from a JSON file."""
+    path = profile_path(name)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return Profile(**{**data, "name": path.stem, "coefficients": Coefficients(**data["coefficients"])})
-    except (ValueError, TypeError, KeyError) as error:
+        return read_profile(path.stem, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise OptionError(f"profile {path}: {error}") from None
+
+
+def read_profile(name: str, data: dict[str, Any]) -> Profile:
+    """A profile from its JSON. What is wrong with it raises ValueError, TypeError or KeyError."""
+    coefficients = Coefficients(**data["coefficients"])
+    fidelity = tuple(data.get("fidelity", ()))
+    for one in fidelity:
+        if missing := FIDELITY - one.keys():
+            raise KeyError(f"fidelity without {', '.join(sorted(missing))}")
+    return Profile(**{**data, "name": name, "coefficients": coefficients, "fidelity": fidelity})

@@ -37,13 +37,14 @@ from weft.sim.traces import Trace, load_trace
 PROFILE = "h200-llama-3-8b"
 DECISIVE = ("compare.py", "simulator.py", "traces.py")  # of sim/, beside all of core/
 PARTS = ("all", "peaks", "capacity")
+UNUSED = ("name", "mean", "spread", "fidelity")  # of a profile: no run depends on them
 STALE = 1.0  # seconds between looks at the clock, and at whether the parent is still there
 
 # --- the file ---
 
 
 def header_of(profile: Profile) -> dict[str, Any]:
-    content = {name: value for name, value in asdict(profile).items() if name != "name"}
+    content = {name: value for name, value in asdict(profile).items() if name not in UNUSED}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return {"profile": profile.name, "profile_hash": digest, "weft": __version__, "scheduler": scheduler_hash()}
 
@@ -136,17 +137,16 @@ def load_material(grid: Grid, folder: Path, profile: str = PROFILE) -> Material:
     if not folder.is_dir():
         raise OptionError(f"--traces {folder} is not a folder")
     loaded = load_profile(profile)
-    traces = {course.name: load_trace(folder / course.file).first(grid.duration) for course in grid.courses}
-    for name, trace in traces.items():
-        longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in trace.arrivals)
-        if longest > loaded.max_model_len:
-            raise OptionError(
-                f"{name} has a request of {longest} tokens; the profile's context is {loaded.max_model_len}"
-            )
+    traces = {}
+    for course in grid.courses:
+        trace, left_out = load_trace(folder / course.file).first(grid.duration).fitting(loaded.max_model_len)
+        if left_out is not None:
+            print(f"weft: {course.file}: {left_out}", file=sys.stderr)
         if trace.span <= 0:
             raise OptionError(
-                f"{name} has no two moments of arrival in its first {grid.duration:g} s, so it has no rate"
+                f"{course.name} has no two moments of arrival in its first {grid.duration:g} s, so it has no rate"
             )
+        traces[course.name] = trace
     return Material(grid, loaded, traces)
 
 

@@ -28,6 +28,22 @@ class Arrival:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """Requests of a trace that are not played, as they are longer than the context."""
+
+    count: int
+    of: int  # requests that the trace had
+    longest: int  # tokens of prompt and output
+    context: int  # tokens
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count:,} of {self.of:,} requests are longer than the context of {self.context:,} tokens and are "
+            f"left out; the longest has {self.longest:,}"
+        )
+
+
+@dataclass(frozen=True)
 class Trace:
     name: str
     arrivals: tuple[Arrival, ...]  # by time
@@ -40,6 +56,18 @@ class Trace:
     def scaled(self, rate: float) -> "Trace":
         """The same requests, `rate` times as fast."""
         return replace(self, arrivals=tuple(replace(arrival, time=arrival.time / rate) for arrival in self.arrivals))
+
+    def fitting(self, context: int) -> tuple["Trace", "LeftOut | None"]:
+        """The trace without the requests that are longer than `context` tokens, and what was left out."""
+        lengths = [arrival.prompt_tokens + arrival.output_tokens for arrival in self.arrivals]
+        longest = max(lengths, default=0)
+        if longest <= context:
+            return self, None
+        kept = tuple(one for one, length in zip(self.arrivals, lengths, strict=True) if length <= context)
+        left_out = LeftOut(len(lengths) - len(kept), len(lengths), longest, context)
+        if not kept:
+            raise OptionError(f"{self.name}: {left_out}; nothing remains: choose a longer context or another trace")
+        return replace(self, arrivals=kept), left_out
 
     @property
     def span(self) -> float:

@@ -1,0 +1,141 @@
+"""Replay: a trace played on an engine in this process, on the real clock, without a server around it."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.core import StepPlan, StepShape
+from weft.engine.engine import Engine
+from weft.engine.executor import Executor, PendingStep, StepInputs, StepResult
+from weft.engine.loop import TokenEvent
+from weft.engine.params import SamplingParams
+from weft.engine.stream import Stream
+from weft.sim.fidelity import Served
+from weft.sim.simulator import Played
+from weft.sim.traces import Trace
+
+IDLE = 0.001  # seconds: the longest sleep while nothing runs
+Prompts = list[tuple[int, ...]]  # token ids, one prompt for each request of a trace
+
+
+def replay(
+    engine: Engine,
+    trace: Trace,
+    prompts: Prompts,
+    progress: Callable[[int], None] = lambda arrived: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Served:
+    """Adds every request when it is due and turns the loop until all have ended. `sleep` passes the idle time."""
+    play = _Play(engine, trace, prompts, sleep)
+    loop, executor = engine.loop, engine.loop.executor
+    loop.executor = _Watched(executor, play.steps)
+    try:
+        while play.turn():
+            progress(play.arrived)
+    finally:
+        loop.executor = executor
+    return play.served()
+
+
+class _Watched:
+    """An executor that notes the shape and the seconds of every step."""
+
+    class Pending(NamedTuple):
+        step: PendingStep
+        shape: StepShape
+        steps: list[tuple[StepShape, float]]
+
+        def result(self) -> StepResult:
+            found = self.step.result()
+            self.steps.append((self.shape, found.finished - found.started))
+            return found
+
+    def __init__(self, executor: Executor, steps: list[tuple[StepShape, float]]) -> None:
+        self.executor, self.steps = executor, steps
+
+    def submit(self, plan: StepPlan, inputs: StepInputs) -> Pending:
+        return self.Pending(self.executor.submit(plan, inputs), plan.shape, self.steps)
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+class _Play:
+    def __init__(self, engine: Engine, trace: Trace, prompts: Prompts, sleep: Callable[[float], None]) -> None:
+        self.engine, self.trace, self.prompts, self.sleep = engine, trace, prompts, sleep
+        self.steps: list[tuple[StepShape, float]] = []
+        self.clock = engine.loop.clock
+        self.start = self.clock()
+        self.arrived = 0
+        self.streams: list[Stream] = []
+        self.number: dict[Stream, int] = {}
+        count = len(trace.arrivals)
+        self.times: list[list[float]] = [[] for _ in range(count)]  # of tokens, in seconds from the start
+        self.finished = np.full(count, np.inf)
+        self.refused = np.zeros(count, np.bool_)
+
+    def turn(self) -> bool:
+        """Adds what is due, then turns the loop once; False when all is done."""
+        now, arrivals = self.clock() - self.start, self.trace.arrivals
+        while self.arrived < len(arrivals) and arrivals[self.arrived].time <= now:
+            self._add()
+        if self.engine.loop.has_work:
+            events = self.engine.loop.step()
+            now = self.clock() - self.start
+            for event in events:
+                self._take(event, now)
+        elif self.arrived == len(arrivals):
+            return False
+        else:
+            self.sleep(min(max(arrivals[self.arrived].time - now, 0.0), IDLE))
+        return True
+
+    def _add(self) -> None:
+        arrival = self.trace.arrivals[self.arrived]
+        params = SamplingParams(temperature=0.0, max_tokens=arrival.output_tokens, ignore_eos=True)
+        (stream,) = self.engine.open_streams(self.prompts[self.arrived], params)
+        stream.request.arrival = self.start + arrival.time
+        self.engine.loop.add(stream)
+        self.number[stream] = self.arrived
+        self.streams.append(stream)
+        self.arrived += 1
+
+    def _take(self, event: TokenEvent, now: float) -> None:
+        number = self.number[event.stream]
+        if event.token is not None:
+            self.times[number].append(now)
+        if event.finish_reason == "refused":
+            self.refused[number] = True
+        elif event.finish_reason is not None:
+            self.finished[number] = now
+
+    def served(self) -> Served:
+        arrivals = self.trace.arrivals
+        due = np.array([arrival.time for arrival in arrivals])
+        first = np.array([times[0] if times else math.inf for times in self.times])
+        between = [np.diff(times) for times in self.times]
+        cached = sum(stream.request.cached_tokens for stream in self.streams)
+        played = Played(
+            span=self.trace.span,
+            ended=max((times[-1] for times in self.times if times), default=0.0),
+            arrival=due,
+            prompt_tokens=np.array([arrival.prompt_tokens for arrival in arrivals]),
+            output_tokens=np.array([len(times) for times in self.times]),
+            ttft=first - due,
+            finished=self.finished,
+            refused=self.refused,
+            promised=np.array([stream.request.due < math.inf for stream in self.streams]),
+            gap_owner=np.repeat(np.arange(len(arrivals)), [len(one) for one in between]),
+            gaps=np.concatenate([np.empty(0), *between]),
+            steps=len(self.steps),
+            prefill_tokens=sum(arrival.prompt_tokens for arrival in arrivals) - cached,
+            cached_tokens=cached,
+            preemptions=sum(stream.request.preemptions for stream in self.streams),
+        )
+        got = np.isfinite(first)
+        token = np.array([(stream.request.first_token or self.start) - self.start for stream in self.streams])
+        inside = (token - due)[got]
+        return Served(played, inside, (first - due)[got] - inside, np.zeros(len(inside)), steps=self.steps)

@@ -1,0 +1,512 @@
+"""`weft bench fidelity`: the same requests served by a real engine and simulated, and how far the two are apart."""
+
+import argparse
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft import __version__
+from weft.bench.others import Others
+from weft.bench.shapes import shape_directory
+from weft.cli.load import api_key, check_folders, new_words, on_fast_loop, write_json
+from weft.cli.options import add_engine_arguments, engine_options, serve_arguments
+from weft.cli.shapes import SHAPE_HELP
+from weft.engine.options import POLICIES, EngineOptions
+from weft.errors import EngineError, OptionError
+
+if TYPE_CHECKING:
+    from weft.sim.fidelity import Served
+    from weft.sim.profiles import Profile
+    from weft.sim.traces import Trace
+
+TARGETS = {"gap_target_ms": 50.0, "ttft_target_ms": 1000.0, "ttft_target_per_1k_ms": 250.0}
+OUTPUTS = ("json", "table", "update_profile", "from_json", "progress", "api_key", "help")  # not part of what was done
+BEGIN, END = "<!-- results: written by weft bench fidelity --table -->", "<!-- end of results -->"
+WIDTHS = (28, 12, 12, 14, 20)  # of the columns on the terminal
+
+EPILOG = """\
+examples:
+  weft bench fidelity --workload "poisson:rate=2,prompt=lognormal:150:1.0,output=uniform:20:60,duration=60"
+  weft bench fidelity --shape llama-3-8b --trace AzureLLMInferenceTrace_conv.csv --rate-scale 3 --duration 40 \\
+      --policy slo,chunked --gap-target-ms 25 --ttft-target-per-1k-ms 0 --no-enable-prefix-caching
+  weft bench fidelity --from result.json --table docs/fidelity.md
+
+The engine is measured before the play (its calibration); nothing is fitted to what is played. See docs/fidelity.md.
+"""
+
+
+def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "fidelity",
+        help="how far the simulator is from a real engine",
+        description="Plays a trace or a workload against a real engine, over HTTP, and in the simulator, with the "
+        "profile that the engine's calibration makes. Prints time to first token, time between tokens, throughput and "
+        "promises kept of both, and the error. A server is started for every served run.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--shape", metavar="S", help=f"{SHAPE_HELP}, instead of MODEL, with random weights")
+    add("--url", help="of a running weft server, instead of MODEL: it has its own policy, targets and limits")
+    add("--api-key", metavar="KEY", help="of that server (default: the environment's OPENAI_API_KEY)")
+    add("--embedded", action="store_true", help="an engine in this process instead of a server: no HTTP")
+    played = parser.add_argument_group("what is played")
+    add = played.add_argument
+    add("--trace", type=Path, metavar="FILE", help="Azure's CSV or Mooncake's JSON lines")
+    add("--workload", metavar="SPEC", help="invented traffic instead, as weft simulate --help explains")
+    add("--rate-scale", type=float, metavar="X", help="a trace X times as fast (default: 1)")
+    add("--duration", type=float, metavar="S", help="the first S seconds of a trace, after it is scaled")
+    add("--seed", type=int, metavar="N", help="of the workload (default: 0)")
+    add("--repeats", type=int, default=2, metavar="N", help="served runs of each policy (default: 2)")
+    promises = parser.add_argument_group("policies and targets")
+    add = promises.add_argument
+    add("--policy", metavar="P,P,...", help=f"one or more of {', '.join(POLICIES)} (default: slo)")
+    add("--gap-target-ms", type=float, metavar="MS", help="between tokens (default: 50)")
+    add("--ttft-target-ms", type=float, metavar="MS", help="to the first token (default: 1000)")
+    add("--ttft-target-per-1k-ms", type=float, metavar="MS", help="and per 1,000 prompt tokens (default: 250)")
+    add("--profile", metavar="NAME", help="instead of the engine's own calibration: a name, or a JSON file")
+    told = parser.add_argument_group("what is told")
+    add = told.add_argument
+    add("--json", type=Path, metavar="FILE", help="also write the result as a JSON object")
+    add("--from", dest="from_json", type=Path, metavar="FILE", help="play nothing, tell what --json wrote")
+    add("--table", type=Path, metavar="FILE.md", help="also put the tables between the result marks of this file")
+    add("--update-profile", metavar="NAME", help="also note the errors in this profile, for weft simulate to tell")
+    add("--no-progress", dest="progress", action="store_false", help="no live view")
+    add_engine_arguments(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    result = _measured(arguments) if arguments.from_json is None else _read(arguments.from_json)
+    # Files first: the reader of what is printed may stop reading.
+    if arguments.json is not None:
+        write_json(arguments.json, result)
+    if arguments.table is not None:
+        _write_table(arguments.table, result)
+    if arguments.update_profile is not None:
+        _update_profile(arguments.update_profile, result)
+    _show(result)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    from weft.sim.profiles import profile_path
+
+    check_folders(arguments)
+    for name in (arguments.profile, arguments.update_profile):
+        if name is not None:
+            profile_path(name)
+    if arguments.table is not None:
+        _parts(arguments.table)
+    if arguments.from_json is not None:
+        _refuse(arguments, _given(arguments) - {*OUTPUTS}, "--from plays nothing; leave it out")
+        return
+    if (arguments.trace is None) == (arguments.workload is None):
+        raise OptionError("give either --trace FILE or --workload SPEC: there must be something to play")
+    if arguments.workload is not None:
+        _refuse(arguments, {"rate_scale", "duration"}, "it is for a trace; a workload has its own rate and duration")
+    else:
+        _refuse(arguments, {"seed"}, "it is for a workload; a trace has its own times")
+    _check_subject(arguments)
+    for policy in _policies(arguments):
+        if policy not in POLICIES:
+            raise OptionError(f"--policy {policy!r} is unknown: choose of {', '.join(POLICIES)}")
+    for name in ("rate_scale", "duration", "gap_target_ms", "ttft_target_ms"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < math.inf:
+            raise OptionError(f"--{name.replace('_', '-')} {value:g} must be above 0")
+    if arguments.ttft_target_per_1k_ms is not None and not 0 <= arguments.ttft_target_per_1k_ms < math.inf:
+        raise OptionError(f"--ttft-target-per-1k-ms {arguments.ttft_target_per_1k_ms:g} must be at least 0")
+    if arguments.repeats < 1:
+        raise OptionError(f"--repeats {arguments.repeats} must be at least 1")
+
+
+def _check_subject(arguments: argparse.Namespace) -> None:
+    """That options of one kind of engine are not given for another."""
+    if arguments.url is None:
+        _refuse(arguments, {"api_key"}, "it is for a running server; name that with --url, or leave the key out")
+        if arguments.model is not None and arguments.shape is not None:
+            raise OptionError(f"MODEL {arguments.model} and --shape {arguments.shape}: give one of them")
+        return
+    group = next(group for group in arguments.parser._action_groups if group.title == "engine")
+    own = {action.dest for action in group._group_actions}
+    _refuse(arguments, {*own, "model", "shape", "embedded", "policy"}, "the server at --url has its own; leave it out")
+
+
+def _given(arguments: argparse.Namespace) -> set[str]:
+    """Options that differ from their defaults."""
+    actions = arguments.parser._actions
+    return {one.dest for one in actions if hasattr(arguments, one.dest) and getattr(arguments, one.dest) != one.default}
+
+
+def _refuse(arguments: argparse.Namespace, names: set[str], told: str) -> None:
+    for name in sorted(names & _given(arguments)):
+        shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+        raise OptionError(f"{shown} {getattr(arguments, name)}: {told}")
+
+
+def _policies(arguments: argparse.Namespace) -> list[str]:
+    """slo first: its start makes the calibration that all are simulated with."""
+    names = dict.fromkeys((arguments.policy or "slo").split(","))  # a server at --url has its own: one name will do
+    return sorted(names, key=lambda name: name != "slo")
+
+
+# --- the engine that serves ---
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine that is ready."""
+
+    facts: dict[str, Any]  # as /server_info tells them
+    max_num_batched_tokens: int
+    model: str
+    play: "Callable[[Trace, int], Served]"  # takes a number for other prompts, too
+
+    def profile(self, calibrated: "Profile") -> "Profile":
+        """A calibration with this engine's limits: what is free of a device's memory may differ from start to start."""
+        return replace(
+            calibrated,
+            max_model_len=self.facts["max_model_len"],
+            kv_tokens=self.facts["num_blocks"] * self.facts["block_size"],
+            block_size=self.facts["block_size"],
+            max_num_seqs=self.facts["max_num_seqs"],
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+
+@contextmanager
+def _subject(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
+    if arguments.embedded:
+        with _embedded(arguments, policy) as found:
+            yield found
+        return
+    from weft.load.replay import replay, server_info
+    from weft.load.variants import Variant, running
+
+    command = [sys.executable, "-m", "weft", "serve", "--port", "{port}", *serve_arguments(_engine(arguments, policy))]
+    key = api_key(arguments) if arguments.url is not None else os.environ.get("WEFT_API_KEY", "").partition(",")[0]
+    with running(Variant(policy, arguments.url or shlex.join(command)), key or None) as url:
+        info = on_fast_loop(server_info(url, key or None))
+        facts = info["engine"]
+
+        own = [pid for pid in info["processes"].values() if pid is not None]
+
+        def play(trace: "Trace", words: int) -> "Served":
+            others = Others(own)
+            show = arguments.progress and sys.stderr.isatty()
+            vocab_size = facts["vocab_size"]
+            served = on_fast_loop(replay(url, trace, vocab_size=vocab_size, words=words, key=key or None, show=show))
+            return served if arguments.url is not None else replace(served, others=others.share())
+
+        yield Subject(facts, info["engine_options"]["max_num_batched_tokens"], info["model"], play)
+
+
+@contextmanager
+def _embedded(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
+    import msgspec
+
+    from weft.bench.replay import replay
+    from weft.bench.shapes import closing_engine
+    from weft.llm import resolve_model_path
+    from weft.load.replay import token_prompts
+    from weft.progress import work_progress
+    from weft.serve.worker import facts_of
+
+    options = EngineOptions.of(**engine_options(_engine(arguments, policy)))
+    with closing_engine(options, resolve_model_path(options.model)) as engine:
+        facts = msgspec.to_builtins(facts_of(engine, asdict(options)))
+
+        def play(trace: "Trace", words: int) -> "Served":
+            warm, prompts = token_prompts(trace, facts["vocab_size"], words)
+            replay(engine, warm, prompts[len(trace.arrivals) :])
+            with work_progress(f"{policy}, served", len(trace.arrivals), arguments.progress) as advance:
+                others = Others()
+                return replace(replay(engine, trace, prompts, advance), others=others.share())
+
+        yield Subject(facts, options.max_num_batched_tokens, options.model or "default model", play)
+
+
+def _engine(arguments: argparse.Namespace, policy: str) -> argparse.Namespace:
+    """The engine's options under a policy; only slo has targets."""
+    none = dict.fromkeys(("gap_target_ms", "ttft_target_ms")) | {"ttft_target_per_1k_ms": 0.0}
+    targets = _targets_ms(arguments) if policy == "slo" else none
+    return argparse.Namespace(**{**vars(arguments), "policy": policy, **targets})
+
+
+def _has_targets(facts: dict[str, Any]) -> bool:
+    return facts["gap_target"] is not None or facts["ttft_target"] is not None
+
+
+def _targets_ms(arguments: argparse.Namespace, facts: dict[str, Any] | None = None) -> dict[str, float]:
+    """In milliseconds, by the names of the options: those of a server that has any, or those that are given."""
+    if arguments.url is None or facts is None or not _has_targets(facts):
+        return {
+            name: default if getattr(arguments, name) is None else getattr(arguments, name)
+            for name, default in TARGETS.items()
+        }
+    values = facts["gap_target"], facts["ttft_target"], facts["ttft_target_per_1k"]
+    return {name: math.inf if one is None else 1e3 * one for name, one in zip(TARGETS, values, strict=True)}
+
+
+# --- both halves ---
+
+
+@dataclass(frozen=True)
+class Play:
+    """One policy's served half, and what the other half needs."""
+
+    policy: str
+    facts: dict[str, Any]
+    model: str
+    calibration: "Profile"
+    profile: "Profile"  # the calibration with the limits of this engine
+    trace: "Trace"
+    left_out: int  # requests longer than the context
+    runs: "list[Served]"
+
+
+def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The whole result, ready for JSON."""
+    from weft.sim.profiles import load_profile
+
+    command, policies = _command(arguments), _policies(arguments)
+    name = arguments.shape
+    plays: list[Play] = []
+    with ExitStack() as stack:
+        if arguments.shape is not None:
+            arguments.model = str(stack.enter_context(shape_directory(arguments.shape)))
+            arguments.load_format = "dummy"
+        calibration = load_profile(arguments.profile) if arguments.profile is not None else None
+        if calibration is None and arguments.url is None and policies[0] != "slo":
+            _say("starting an engine with targets for its calibration")
+            with _subject(arguments, "slo") as subject:
+                calibration = _calibrated(subject)
+        for policy in policies:
+            plays.append(_play(arguments, policy, calibration))
+            calibration = plays[-1].calibration
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "weft": __version__,
+        "command": command,
+        "how": "embedded" if arguments.embedded else "over HTTP",
+        **_about(arguments, plays[-1], name),
+        "policies": [_result(arguments, play) for play in plays],
+    }
+
+
+def _play(arguments: argparse.Namespace, policy: str, calibration: "Profile | None") -> Play:
+    """The served half. Every run has a new engine, as one learns while it serves; a server at --url plays them all."""
+    runs: list[Served] = []
+    words = new_words()
+    with ExitStack() as stack:
+        for number in range(arguments.repeats):
+            if number == 0 or arguments.url is None:
+                stack.close()
+                _say(f"{arguments.url or policy}: waiting for the engine")
+                subject = stack.enter_context(_subject(arguments, policy))
+                calibration = calibration or _calibrated(subject)
+                if _has_targets(subject.facts) and arguments.url is not None:
+                    _refuse(arguments, {*TARGETS}, "the server at --url has targets of its own; leave it out")
+                trace, left_out = _slice(arguments, subject.facts)
+            _say(f"served run {number + 1} of {arguments.repeats}: {len(trace.arrivals)} requests")
+            runs.append(subject.play(trace, words + number))
+    facts = subject.facts
+    assert calibration is not None
+    # Without a target slo has nothing to size a step by, and serves as chunked does.
+    served_as = "chunked" if facts["policy"] == "slo" and not _has_targets(facts) else facts["policy"]
+    profile = subject.profile(calibration)
+    return Play(served_as, facts, subject.model, calibration, profile, trace, left_out, runs)
+
+
+def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
+    """Both halves of one policy, ready for JSON."""
+    from weft.core import Source, Targets
+    from weft.progress import work_progress
+    from weft.sim import fidelity
+    from weft.sim.compare import report
+
+    gap, ttft, per_1k = (value / 1e3 for value in _targets_ms(arguments, play.facts).values())
+    sources = Source(play.facts["gap_source"]), Source(play.facts["ttft_source"])
+    targets = Targets(gap, ttft, per_1k, *sources)
+    policy, min_gap = play.policy, play.facts["min_gap_target"] or 0.0
+    with work_progress(f"{policy}, simulated", len(play.trace.arrivals), arguments.progress) as advance:
+        simulated = fidelity.simulate(policy, play.trace, play.profile, targets, min_gap, advance)
+    runs, virtual = [report(policy, one.played, targets) for one in play.runs], report(policy, simulated, targets)
+    failures: dict[str, int] = {}
+    for one in play.runs:
+        failures |= {error: failures.get(error, 0) + count for error, count in one.failures.items()}
+    return {
+        "policy": policy,
+        "runs": [asdict(one) for one in runs],
+        "simulated": asdict(virtual),
+        "lines": [line._asdict() for line in fidelity.compared(runs, virtual)],
+        "inside": [line._asdict() for line in fidelity.inside_lines(play.runs, virtual)],
+        "outside_ms": fidelity.outside_ms(play.runs),
+        "step_errors": fidelity.step_errors(play.runs, play.profile),
+        "others": [one.others for one in play.runs if one.others is not None],
+        "failures": failures,
+    }
+
+
+def _about(arguments: argparse.Namespace, play: Play, shape: str | None) -> dict[str, Any]:
+    """What is true of all policies."""
+    from weft.sim.fidelity import truth_of
+
+    truth, targets = truth_of(play.profile), _targets_ms(arguments, play.facts)
+    return {
+        "device": play.facts["device"],
+        "model": _plain_name(shape or play.model),
+        "slice": _slice_name(arguments),
+        "requests": len(play.trace.arrivals),
+        "seconds": play.trace.span,
+        "left_out_too_long": play.left_out,
+        "targets_ms": dict(zip(("gap", "ttft", "ttft_per_1k"), map(_finite, targets.values()), strict=True)),
+        "profile": {**asdict(play.profile), "fidelity": []},
+        "truth": {"bias": truth.bias, "noise": truth.noise, "seed": truth.seed},
+    }
+
+
+def _calibrated(subject: Subject) -> "Profile":
+    from weft.sim.profiles import read_profile
+
+    if subject.facts.get("profile") is None:
+        raise OptionError(
+            "the engine has no calibration, as it has no targets: give --profile, as weft calibrate --profile writes it"
+        )
+    return read_profile("calibration", subject.facts["profile"])
+
+
+def _slice(arguments: argparse.Namespace, facts: dict[str, Any]) -> "tuple[Trace, int]":
+    """What is played, and how many requests are left out because they are longer than the context."""
+    from weft.sim.traces import load_trace
+    from weft.sim.workloads import parse_workload
+
+    context = facts["max_model_len"]
+    if arguments.workload is not None:
+        return parse_workload(arguments.workload).trace(arguments.seed or 0, context), 0
+    trace = load_trace(arguments.trace).scaled(arguments.rate_scale or 1.0)
+    if arguments.duration is not None:
+        trace = trace.first(arguments.duration)
+    trace, left_out = trace.fitting(context)
+    if left_out is not None:
+        _say(f"{arguments.trace}: {left_out}")
+    if not facts["enable_prefix_caching"]:  # what is shared would be computed anew, here as there
+        trace = replace(trace, arrivals=tuple(replace(one, prefix_ids=()) for one in trace.arrivals))
+    return trace, 0 if left_out is None else left_out.count
+
+
+def _slice_name(arguments: argparse.Namespace) -> str:
+    if arguments.workload is not None:
+        return str(arguments.workload)
+    name = f"{arguments.trace.stem} x{arguments.rate_scale or 1.0:g}"
+    return name if arguments.duration is None else f"{name}, first {arguments.duration:g} s"
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """The command that does this again; of files only the names, as folders differ from machine to machine."""
+    words = ["weft", "bench", "fidelity"]
+    for action in arguments.parser._actions:
+        value = getattr(arguments, action.dest, None)
+        if action.dest in OUTPUTS or value == action.default:
+            continue
+        if not action.option_strings:
+            words.insert(3, _plain_name(str(value)))
+        elif isinstance(value, bool):
+            words.append(action.option_strings[0 if value else -1])
+        else:
+            words += [action.option_strings[0], value.name if isinstance(value, Path) else _plain_name(str(value))]
+    return shlex.join(words)
+
+
+def _plain_name(name: str) -> str:
+    """A model's or a file's name without the folders of this machine; a hub id as it is."""
+    return Path(name).name if Path(name).is_absolute() or Path(name).exists() else name
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _say(line: str) -> None:
+    print(f"weft: {line}", file=sys.stderr, flush=True)
+
+
+# --- what is told ---
+
+
+def _show(result: dict[str, Any]) -> None:
+    from weft.sim.fidelity import cells, heading, remarks
+
+    print(f"{heading(result)}, {result['how']}: {result['requests']} requests in {result['seconds']:.0f} s")
+    print(f"profile: {result['profile']['origin']}")
+    truth = result["truth"]
+    print(f"simulated with steps {truth['bias']:+.1%} and noise of {truth['noise']:.1%}, as the calibration found them")
+    for one in result["policies"]:
+        head = (one["policy"], "served", "simulated", "error", "between served runs")
+        rows = [head, *(cells(line) for line in [*one["lines"], *one["inside"]])]
+        print()
+        for name, *values in rows:
+            print(
+                f"{name:<{WIDTHS[0]}}"
+                + "".join(f"{one:>{width}}" for one, width in zip(values, WIDTHS[1:], strict=True))
+            )
+        print("\n".join(remarks(one)))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"cannot read {file}: {error}") from None
+    if not isinstance(found, dict) or "policies" not in found or "targets_ms" not in found:
+        raise OptionError(f"{file} is not what weft bench fidelity --json writes")
+    return found
+
+
+def _parts(file: Path) -> tuple[str, list[str], str]:
+    """A file before the results, the sections of these, and the rest."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise OptionError(f"cannot read {file}: {error}") from None
+    before, begin, rest = text.partition(BEGIN)
+    inside, end, after = rest.partition(END)
+    if not begin or not end:
+        raise OptionError(f"{file} has no place for results: put the lines {BEGIN} and {END} into it")
+    return before, [f"### {part.strip()}" for part in inside.split("### ")[1:]], after
+
+
+def _write_table(file: Path, result: dict[str, Any]) -> None:
+    """Puts a result into its place: an older one with the same heading gives way."""
+    from weft.sim.fidelity import heading, markdown
+
+    before, sections, after = _parts(file)
+    kept = [one for one in sections if one.splitlines()[0] != f"### {heading(result)}"]
+    body = "\n\n".join([BEGIN, *kept, markdown(result).strip(), END])
+    try:
+        file.write_text(before + body + after, encoding="utf-8")
+    except OSError as error:
+        raise EngineError(f"cannot write {file}: {error.strerror}") from None
+
+
+def _update_profile(name: str, result: dict[str, Any]) -> None:
+    from weft.sim.fidelity import entries, with_entries
+    from weft.sim.profiles import profile_path
+
+    path = profile_path(name)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["fidelity"] = with_entries(data.get("fidelity", ()), entries(result))
+    try:
+        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise EngineError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,25 @@
+"""What a simulation needs to know of a model on a device, as the JSON that `weft simulate --profile` reads."""
+
+from dataclasses import asdict
+from typing import Any
+
+from weft import __version__
+from weft.engine.calibration import Calibration
+from weft.engine.engine import Engine
+
+
+def profile_of(engine: Engine, calibration: Calibration, max_num_batched_tokens: int) -> dict[str, Any]:
+    """The calibration as it was measured, whatever was learnt since, and the limits of the engine."""
+    scheduler = engine.loop.scheduler
+    return {
+        "origin": f"measured with weft {__version__} on {calibration.device}: {calibration.steps} steps, error p50 "
+        f"{calibration.error_p50:.1%}, p99 {calibration.error_p99:.1%}",
+        "max_model_len": engine.max_model_len,
+        "kv_tokens": scheduler.num_blocks * scheduler.block_size,
+        "block_size": scheduler.block_size,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "coefficients": asdict(calibration.coefficients),
+        "mean": calibration.mean,
+        "spread": calibration.spread,
+    }

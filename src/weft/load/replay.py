@@ -1,0 +1,142 @@
+"""Replay: a trace sent to a weft server as token ids, and what its users saw, in the simulator's terms."""
+
+import gc
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import EngineError
+from weft.load.ask import Ask
+from weft.load.client import REFUSED, Client, Reply
+from weft.load.drive import Run, drive
+from weft.load.figures import gaps, lag
+from weft.load.live import live_view
+from weft.sim.fidelity import Served
+from weft.sim.simulator import Played
+from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
+
+WARM_UPS = (0.25, 0.5, 0.75, 1.0)  # quantiles of the prompts' lengths: one request of each before the play
+WARM_TOKENS = 8  # of each of their answers
+TIMEOUT = 3600.0  # seconds for one answer: an overloaded policy that refuses nothing takes long
+
+
+def token_prompts(trace: Trace, vocab_size: int, words: int) -> tuple[Trace, list[tuple[int, ...]]]:
+    """Requests that warm an engine up, and prompts of random token ids: those of the trace, then those of the warm-up.
+
+    Other `words` are other ids. Prompts have in common what the simulator takes for cached: whole blocks with equal ids
+    at equal places.
+    """
+    lengths = np.quantile([arrival.prompt_tokens for arrival in trace.arrivals], WARM_UPS).astype(int).tolist()
+    warm = Trace("warm-up", tuple(Arrival(0.0, length, WARM_TOKENS) for length in lengths))
+    arrivals = (*trace.arrivals, *warm.arrivals)
+    return warm, [_ids(arrival, number, vocab_size, words) for number, arrival in enumerate(arrivals)]
+
+
+def _ids(arrival: Arrival, number: int, vocab_size: int, words: int) -> tuple[int, ...]:
+    whole = arrival.prefix_ids[: arrival.prompt_tokens // MOONCAKE_BLOCK]
+    parts = [_drawn([words, 1, abs(name)], MOONCAKE_BLOCK, vocab_size) for name in whole]
+    parts.append(_drawn([words, 0, number], arrival.prompt_tokens - MOONCAKE_BLOCK * len(whole), vocab_size))
+    return tuple(np.concatenate(parts).tolist())
+
+
+def _drawn(seed: Sequence[int], count: int, vocab_size: int) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(vocab_size, size=count)
+
+
+async def replay(
+    url: str,
+    trace: Trace,
+    *,
+    vocab_size: int,
+    words: int,
+    key: str | None = None,
+    show: bool = False,
+) -> Served:
+    """Sends all requests when they are due, after a few that warm the server up, and waits for all answers."""
+    warm, prompts = token_prompts(trace, vocab_size, words)
+    arrivals = (*trace.arrivals, *warm.arrivals)
+    asks = [Ask(one.time, "", len(ids), one.output_tokens, ids) for one, ids in zip(arrivals, prompts, strict=True)]
+    asks, first = asks[: len(trace.arrivals)], asks[len(trace.arrivals) :]
+    # Every token is a frame of its own, also where its text is a part of a character or nothing.
+    async with Client(url, None, key=key, timeout=TIMEOUT, always={"return_token_ids": True}) as client:
+        await client.meet(first[0])
+        for number, ask in enumerate(first[1:]):
+            reply = await client.send(ask, number, client.clock(), 0.0)
+            if not reply.is_complete and reply.status not in REFUSED:
+                raise EngineError(f"{url} fails at a request that was to warm it up: {reply.error}")
+        if not client.asks_to_ignore_eos:
+            raise EngineError(f"{url} refuses ignore_eos, so answers would not have the trace's lengths")
+        run = Run()
+        async with live_view(run, show):
+            with _without_collections():
+                await drive(client, asks, run=run)
+    return served_of(trace, run.replies)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keeps Python's collector from looking at all prompts while times are taken."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def served_of(trace: Trace, replies: Sequence[Reply]) -> Served:
+    """The replies to the requests of a trace; `number` of a reply is the request's place in it."""
+    by_number = {reply.number: reply for reply in replies}
+    answers = [by_number[number] for number in range(len(trace.arrivals))]
+    told = [reply for reply in answers if reply.times and reply.server is not None]
+    inside = np.array([_server(reply, "ttft_ms") for reply in told]) / 1e3
+    seen = np.array([reply.times[0] - reply.sent for reply in told])
+    failed = [reply.error for reply in answers if not reply.is_complete and reply.status not in REFUSED]
+    return Served(
+        _played(trace, answers), inside, seen - inside, np.array([lag(reply) for reply in told]), dict(Counter(failed))
+    )
+
+
+def _played(trace: Trace, answers: Sequence[Reply]) -> Played:
+    between = [gaps(reply) if reply.times else np.empty(0) for reply in answers]
+    cached = sum(reply.cached_tokens or 0 for reply in answers)
+    return Played(
+        span=trace.span,
+        ended=max((reply.end for reply in answers), default=0.0),
+        arrival=np.array([reply.due for reply in answers]),
+        prompt_tokens=np.array([arrival.prompt_tokens for arrival in trace.arrivals]),
+        output_tokens=np.array([reply.output_tokens for reply in answers]),
+        ttft=_array(answers, lambda reply: reply.times[0] - reply.due if reply.times else math.inf),
+        finished=_array(answers, lambda reply: reply.times[-1] if reply.is_complete else math.inf),
+        refused=np.array([reply.status in REFUSED for reply in answers]),
+        promised=np.ones(len(answers), np.bool_),  # a client is not told otherwise
+        gap_owner=np.repeat(np.arange(len(answers)), [len(one) for one in between]),
+        gaps=np.concatenate([np.empty(0), *between]),
+        steps=0,  # a client knows nothing of steps
+        prefill_tokens=sum(reply.prompt_tokens for reply in answers if reply.is_complete) - cached,
+        cached_tokens=cached,
+        preemptions=int(sum(_server(reply, "preemptions") for reply in answers)),
+    )
+
+
+def _array(answers: Sequence[Reply], value: Callable[[Reply], float]) -> NDArray[np.float64]:
+    return np.array([value(reply) for reply in answers], np.float64)
+
+
+def _server(reply: Reply, name: str) -> float:
+    """A number of the server's own account; 0 where there is none."""
+    return float((reply.server or {}).get(name) or 0.0)
+
+
+async def server_info(url: str, key: str | None = None) -> dict[str, Any]:
+    """What a weft server tells of itself."""
+    async with Client(url, None, key=key) as client:
+        found = await client.get("/server_info")
+    if not isinstance(found, dict) or not isinstance(found.get("engine"), dict):
+        raise EngineError(f"{url} is no weft server that is ready: it has no /server_info")
+    return found
