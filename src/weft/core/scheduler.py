@@ -255,8 +255,10 @@ class Scheduler:
         """Slots of every request that can decode; blocks for those that need one, the oldest first."""
         slots = self.slots
         ready = np.flatnonzero(slots.decoding & (slots.known < slots.limit))
-        held = slots.held[ready]
-        self._draft.held, ready = ready[held], ready[~held]
+        self._draft.held = NO_SLOTS
+        if slots.held.any():
+            held = slots.held[ready]
+            self._draft.held, ready = ready[held], ready[~held]
         short = ready[slots.planned[ready] == slots.capacity[ready]]
         if not len(short):
             return ready
@@ -749,7 +751,8 @@ class Scheduler:
             samples = first + count == slots.known[rows]
         known = slots.known[rows] + samples
         slots.known[rows] = known
-        slots.held[rows] |= samples & slots.constrained[rows]  # until the loop has seen the token and has the next mask
+        if slots.constrained.any():  # held until the loop has seen the token and has the next mask
+            slots.held[rows] |= samples & slots.constrained[rows]
         slots.in_flight[rows] += 1
         for row, (request, _, _) in enumerate(prefills, start=num_decodes):
             if samples[row]:
