@@ -60,13 +60,14 @@ class MaskBuilder:
         self.clear()
         self._pool.shutdown()
 
-    def wait_for_new(self, seconds: float) -> None:
-        """Waits for new masks, no longer than so. A mask is waited for once; then it is not new any more."""
-        new, self._new = [pending for pending in self._new if not pending.done()], []
-        if seconds > 0:
-            wait(new, seconds)
-        else:
-            self._new = new
+    def wait_for_new(self, seconds: float) -> bool:
+        """Waits for new masks, no longer than so; a mask is waited for once. Returns whether there was one."""
+        self._new = [pending for pending in self._new if not pending.done()]
+        if not self._new or seconds <= 0:
+            return False
+        new, self._new = self._new, []
+        wait(new, seconds)
+        return True
 
     def wait_for_first(self, seconds: float) -> None:
         """Waits until one of the pending masks is ready, no longer than so."""
