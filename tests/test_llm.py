@@ -330,7 +330,7 @@ def test_a_step_that_cannot_be_submitted_leaves_nothing_cached(llm: LLM, monkeyp
     expected = generate(llm, prompt, temperature=0, max_tokens=5).token_ids
     llm.engine.loop.scheduler.clear_cache()
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.loop.executor, "submit", lambda plan, inputs: 1 / 0)
+        patch.setattr(llm.engine.loop.executor, "submit", lambda *step: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate(prompt, LONG_ENOUGH, progress=False)
     again = generate(llm, prompt, temperature=0, max_tokens=5)

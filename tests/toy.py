@@ -1,19 +1,22 @@
 """An exact stand-in for a model: what it "computes" for a token is a hash of everything before it, read back through
-the block tables. A wrong block, a stale one or a wrong order gives a wrong token, with no rounding to hide in.
+the block tables. A wrong block, a stale one or a wrong order gives a wrong token, with no rounding to hide in. Its
+grammar hashes as well: a mask of another position, or of another request, gives a wrong token.
 """
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.core import Policy, Scheduler, StepPlan, chunked
-from weft.engine.executor import StepInputs, StepResult
+from weft.engine.executor import StepInputs, StepMasks, StepResult
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Standing, Stream
+from weft.engine.structured import Grammar
 
 VOCAB = 50
 EOS = 0  # sampled about every fiftieth token
@@ -23,16 +26,46 @@ def advance(state: int, token: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{state}:{token}".encode(), digest_size=6).digest(), "big")
 
 
-def solo(prompt: Sequence[int], max_tokens: int) -> list[int]:
+def solo(prompt: Sequence[int], max_tokens: int, *, constrained: bool = False) -> list[int]:
     """What a request must generate, whoever it shares the engine with."""
-    state = 0
+    state, matcher = 0, ToyMatcher()
     for token in prompt:
         state = advance(state, token)
     output: list[int] = []
     while len(output) < max_tokens and EOS not in output:
-        output.append(state % VOCAB)
+        output.append(choose(state, matcher.allowed() if constrained else ANY))
+        matcher.consume_token(output[-1])
         state = advance(state, output[-1])
     return output
+
+
+ANY = np.ones(VOCAB, np.bool_)
+
+
+def choose(state: int, allowed: NDArray[np.bool_]) -> int:
+    """The allowed token at or behind the one that the state stands for."""
+    return (state + int(np.argmax(np.roll(allowed, -(state % VOCAB))))) % VOCAB
+
+
+class ToyMatcher:
+    """Allows a third of all tokens, which depends on every token before, and the end always."""
+
+    def __init__(self, before_mask: Callable[[], object] = lambda: None) -> None:
+        self.state = 0
+        self._before_mask = before_mask  # called on the thread that computes a mask
+
+    def consume_token(self, token: int) -> bool:
+        self.state = advance(self.state, token)
+        return True
+
+    def compute_bitmask(self) -> bytes:
+        self._before_mask()
+        return np.packbits(np.resize(self.allowed(), 64), bitorder="little").tobytes()
+
+    def allowed(self) -> NDArray[np.bool_]:
+        allowed = (np.arange(VOCAB) + self.state) % 3 == 0
+        allowed[EOS] = True
+        return allowed
 
 
 class Lazy(NamedTuple):
@@ -41,9 +74,10 @@ class Lazy(NamedTuple):
     executor: "ToyExecutor"
     plan: StepPlan
     inputs: StepInputs
+    masks: StepMasks | None
 
     def result(self) -> StepResult:
-        return self.executor.run(self.plan, self.inputs)
+        return self.executor.run(self.plan, self.inputs, self.masks)
 
 
 class ToyExecutor:
@@ -55,13 +89,14 @@ class ToyExecutor:
         self.steps = 0
         self.computed = 0
 
-    def submit(self, plan: StepPlan, inputs: StepInputs) -> Lazy:
-        return Lazy(self, plan, inputs)
+    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Lazy:
+        return Lazy(self, plan, inputs, masks)
 
     def close(self) -> None:
         pass
 
-    def run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+    def run(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None) -> StepResult:
+        allowed = _unpacked(masks)
         self.tables[plan.new_blocks.slots, plan.new_blocks.columns] = plan.new_blocks.blocks
         decodes = self.last_token[plan.slots[: plan.num_decodes]]
         values = iter([*decodes.tolist(), *inputs.prefill_tokens.tolist()])
@@ -72,8 +107,8 @@ class ToyExecutor:
                 state = advance(state, next(values))
                 self.cache[self._place(slot, position)] = state
             if samples:
-                self.last_token[slot] = state % VOCAB
-                tokens.append(state % VOCAB)
+                tokens.append(choose(state, allowed.get(len(tokens), ANY)))
+                self.last_token[slot] = tokens[-1]
         self.steps += 1
         self.computed += plan.num_tokens
         return StepResult(tokens, started=float(self.steps), finished=self.steps + 0.5)
@@ -114,6 +149,7 @@ def toy_stream(
     arrival: float = 0.0,
     salt: str = "",
     sibling: bool = False,
+    matcher: ToyMatcher | None = None,
     **standing: Any,
 ) -> Stream:
     return Stream.open(
@@ -128,4 +164,13 @@ def toy_stream(
         arrival=arrival,
         standing=Standing(**standing),
         sibling=sibling,
+        grammar=None if matcher is None else Grammar(cast(Any, matcher), VOCAB, (EOS,)),
     )
+
+
+def _unpacked(masks: StepMasks | None) -> dict[int, NDArray[np.bool_]]:
+    """Which tokens are allowed, by place."""
+    if masks is None:
+        return {}
+    flags = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB].astype(np.bool_)
+    return dict(zip(masks.places.tolist(), flags, strict=True))

@@ -196,7 +196,7 @@ class LLM:
         self._closed = True
         self._forget(list(self._readers.values()))
         self.engine.loop.drain()
-        self.engine.loop.executor.close()
+        self.engine.loop.close()
 
     def __enter__(self) -> "LLM":
         return self

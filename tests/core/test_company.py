@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 
 from tests.company import BLOCK, Arrival, Case, assert_it_really_happened, cases, play
-from tests.toy import solo, toy_loop, toy_stream
+from tests.toy import ToyMatcher, solo, toy_loop, toy_stream
 from weft.engine.stream import Stream
 
 
@@ -18,11 +18,17 @@ def open_stream(name: str, arrival: Arrival, now: float) -> Stream:
         arrival=now,
         **arrival.standing._asdict(),
         salt=arrival.salt,
+        matcher=ToyMatcher() if is_constrained(arrival) else None,
     )
+
+
+def is_constrained(arrival: Arrival) -> bool:
+    return arrival.seed in (4, 5)  # as in tests/engine
 
 
 def test_company_never_changes_tokens() -> None:
     seen: Counter[str] = Counter()
+    streams: list[Stream] = []
 
     @settings(max_examples=500, deadline=None)
     @given(cases)
@@ -35,7 +41,18 @@ def test_company_never_changes_tokens() -> None:
             depth=case.depth,
             caching=case.caching,
         )
-        play(case, loop, open_stream, lambda arrival: solo(arrival.prompt, arrival.max_tokens), seen)
+
+        def alone(arrival: Arrival) -> list[int]:
+            return solo(arrival.prompt, arrival.max_tokens, constrained=is_constrained(arrival))
+
+        def opened(name: str, arrival: Arrival, now: float) -> Stream:
+            streams.append(open_stream(name, arrival, now))
+            return streams[-1]
+
+        play(case, loop, opened, alone, seen)
+        loop.close()
 
     plays()
     assert_it_really_happened(seen)
+    preempted = sum(stream.request.preemptions for stream in streams if stream.request.constrained)
+    assert preempted >= 5

@@ -10,7 +10,7 @@ from tests.toy import ToyExecutor, solo, toy_loop, toy_stream
 from weft.core import Coefficients, CostModel, Request, Scheduler, StepPlan, chunked, slo
 from weft.core.cost import decodes_alone
 from weft.core.tenants import Tenants
-from weft.engine.executor import StepInputs, StepResult
+from weft.engine.executor import StepInputs, StepMasks, StepResult
 from weft.engine.loop import Loop
 from weft.errors import QueueFullError
 
@@ -23,8 +23,8 @@ class Timed(ToyExecutor):
 
     now = 0.0
 
-    def run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
-        result = super().run(plan, inputs)
+    def run(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None) -> StepResult:
+        result = super().run(plan, inputs, masks)
         result.started, self.now = self.now, self.now + COST.predict(plan.shape)
         result.finished = self.now
         return result

@@ -21,7 +21,7 @@ from weft.engine.calibration import (
     load_calibration,
     save_calibration,
 )
-from weft.engine.executor import StepInputs, StepResult
+from weft.engine.executor import StepInputs, StepMasks, StepResult
 
 SLOW = Coefficients(fixed=2e-3, weights=3e-3, token=2e-4, pair=3e-8, slice=2e-4, decode=5e-5, context=1e-6)
 FAST = Coefficients(fixed=2e-3, weights=6e-3, token=2e-5, pair=8e-10, slice=2e-5, decode=1e-5, context=3e-8)
@@ -75,7 +75,7 @@ class Device:
         self.written = np.zeros(limits["num_blocks"] * size, np.bool_)
         self.shapes: list[StepShape] = []
 
-    def submit(self, plan: StepPlan, inputs: StepInputs) -> Pending:
+    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Pending:
         assert self.in_flight == 0
         self.in_flight += 1
         return Pending(lambda: self.run(plan, inputs))
@@ -142,7 +142,7 @@ class PreparedAhead:
         self.device = device
         self.idle = True
 
-    def submit(self, plan: StepPlan, inputs: StepInputs) -> Pending:
+    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Pending:
         self.device.now += 5e-3 if self.idle else 0.0
         waited = 5e-3 if self.idle else 0.0
         result = self.device.submit(plan, inputs).result()

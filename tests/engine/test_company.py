@@ -106,7 +106,7 @@ def test_company_never_changes_tokens(model: CausalLM, path: Path) -> None:
         loop.add(stream)
         while loop.has_work:
             loop.step()
-        loop.executor.close()
+        loop.close()
         return stream.output
 
     @settings(max_examples=350, deadline=None)  # enough for the rare things below to happen
@@ -116,7 +116,7 @@ def test_company_never_changes_tokens(model: CausalLM, path: Path) -> None:
         try:
             play(case, loop, opened, lambda a: alone(a.prompt, a.max_tokens, a.seed), seen)
         finally:
-            loop.executor.close()
+            loop.close()
 
     for _ in range(5):  # rare things are rarer in some batches of examples than in others
         plays()

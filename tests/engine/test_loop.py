@@ -28,11 +28,11 @@ def test_interrupts_do_not_pile_up_steps(depth: int) -> None:
             unread -= 1
             return self.pending.result()
 
-    def submitted(plan: Any, inputs: Any) -> Any:
+    def submitted(plan: Any, inputs: Any, masks: Any) -> Any:
         nonlocal unread, most
         most = max(most, unread)
         unread += 1
-        return Waiting(submit(plan, inputs))
+        return Waiting(submit(plan, inputs, masks))
 
     loop.executor.submit = submitted  # type: ignore[method-assign]
     expected = {}
@@ -74,7 +74,7 @@ def test_blocks_are_hashed_while_the_device_computes(depth: int) -> None:
                 raise KeyboardInterrupt
             return self.pending.result()
 
-    loop.executor.submit = lambda plan, inputs: Waiting(plan, submit(plan, inputs))  # type: ignore[method-assign]
+    loop.executor.submit = lambda plan, *rest: Waiting(plan, submit(plan, *rest))  # type: ignore[method-assign]
     for number in range(3):
         loop.add(toy_stream(f"r{number}", prompt(number, 9), 40))
     while loop.has_work:

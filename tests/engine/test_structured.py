@@ -21,8 +21,10 @@ import weft
 from tests.engine.tiny import talking_directory, tiny_directory, write_letters
 from weft import LLM, RequestError, SamplingParams, StructuredOutputs
 from weft.engine import structured
-from weft.engine.masks import Masks
+from weft.engine.hashing import root_hash
+from weft.engine.masks import MaskBuilder
 from weft.engine.params import Thoughts
+from weft.engine.stream import Stream
 from weft.engine.structured import Grammars, check_structure
 
 PERSON = {
@@ -384,49 +386,88 @@ def test_a_model_without_a_tokenizer_or_without_an_end_keeps_to_none(tmp_path: P
         Grammars(tmp_path / "endless", 257, (256,)).compile(StructuredOutputs(regex="a"))
 
 
-def allowed(masks: Masks, slot: int, position: int = 0) -> list[int]:
-    row = masks.allowed(np.array([slot]), np.array([position])).view(np.uint8)
+def stream_of(grammars: Grammars, wish: StructuredOutputs, **params: Any) -> Stream:
+    return Stream.open(
+        "a stream",
+        np.array([1, 2], np.int32),
+        SamplingParams(structured_outputs=wish, **params),
+        seed=0,
+        max_tokens=9,
+        eos_ids=(0, 9),
+        root=root_hash(),
+        hashes=[],
+        arrival=0.0,
+        grammar=grammars.compile(wish)[0],
+    )
+
+
+def allowed(masks: MaskBuilder, stream: Stream) -> list[int]:
+    while stream not in masks.collect():
+        masks.wait_for_first(1.0)
+    row = masks.take([stream]).view(np.uint8)
     return np.flatnonzero(np.unpackbits(row, bitorder="little")).tolist()
 
 
+def behind(masks: MaskBuilder, stream: Stream, token: int) -> list[int]:
+    """What is allowed behind one more token."""
+    stream.output.append(token)
+    masks.advance(stream, token)
+    return allowed(masks, stream)
+
+
 @pytest.fixture
-def masks() -> Iterator[Masks]:
-    made = Masks(4)
+def masks() -> Iterator[MaskBuilder]:
+    made = MaskBuilder()
     yield made
-    made.shutdown()
+    made.close()
 
 
 @pytest.mark.parametrize("rows", [64, 100, 30])  # more than the tokenizer has tokens, and fewer
-def test_masks_are_about_tokens_that_spell_something(tmp_path: Path, masks: Masks, rows: int) -> None:
+def test_masks_are_about_tokens_that_spell_something(tmp_path: Path, masks: MaskBuilder, rows: int) -> None:
     grammars = Grammars(write_letters(tmp_path, (0, 9)), rows, (0, 9))
-    one, other = grammars.compile(StructuredOutputs(regex=".{0,2}"), 2)
-    nothing = np.empty(0, np.int32)
-    masks.open(1, one, nothing)
-    assert allowed(masks, 1) == list(range(60))
-    masks.advance(np.array([1]), [3])
-    masks.open(2, other, np.array([3], np.int32))
-    assert allowed(masks, 1) == allowed(masks, 2) == list(range(60))
-    masks.advance(np.array([1, 2]), [4, 5])
-    assert allowed(masks, 1) == [0, 9]
-    for _ in range(3):  # the surplus token: asked again after the end
-        masks.advance(np.array([1]), [9])
-        assert allowed(masks, 1) == [0, 9]
+    one, other = (stream_of(grammars, StructuredOutputs(regex=".{0,2}")) for _ in range(2))
+    for stream in (one, other):
+        masks.open(stream)
+    masks.wait_for_new(10.0)
+    assert masks.collect() == [one, other]
+    words = -(-max(rows, 60) // 32)
+    assert masks.take([one, other]).shape == (2, words)
+    assert behind(masks, one, 3) == list(range(60))
+    assert behind(masks, one, 4) == [0, 9]
+    assert behind(masks, other, 5) == list(range(60))
 
 
-def test_an_end_inside_a_text_is_no_text(tmp_path: Path, masks: Masks) -> None:
+def test_an_end_inside_a_text_is_no_text(tmp_path: Path, masks: MaskBuilder) -> None:
+    stream = stream_of(Grammars(write_letters(tmp_path, (0, 9)), 64, (0, 9)), StructuredOutputs(regex="a[^b]{3}"))
+    masks.open(stream)
+    (a,) = allowed(masks, stream)
+    assert not {0, 9} & set(behind(masks, stream, a))
+
+
+def test_a_ban_holds_while_anything_else_is_allowed(tmp_path: Path, masks: MaskBuilder) -> None:
+    grammars, wish = Grammars(write_letters(tmp_path, (0, 9)), 64, (0, 9)), StructuredOutputs(regex="a{0,3}")
+    late = stream_of(grammars, wish, min_tokens=2)
+    masks.open(late)
+    assert allowed(masks, late) == [1]
+    assert behind(masks, late, 1) == [1]
+    assert behind(masks, late, 1) == [0, 1, 9]
+    impossible = stream_of(grammars, StructuredOutputs(regex="a"), min_tokens=5)
+    masks.open(impossible)
+    assert allowed(masks, impossible) == [1]
+    assert behind(masks, impossible, 1) == [0, 9]
+
+
+def test_a_stream_that_has_ended_leaves_no_mask(tmp_path: Path, masks: MaskBuilder) -> None:
     grammars = Grammars(write_letters(tmp_path, (0, 9)), 64, (0, 9))
-    masks.open(0, grammars.compile(StructuredOutputs(regex="a[^b]{3}"))[0], np.empty(0, np.int32))
-    masks.advance(np.array([0]), allowed(masks, 0))
-    assert not {0, 9} & set(allowed(masks, 0))
-
-
-def test_a_ban_holds_while_anything_else_is_allowed(tmp_path: Path, masks: Masks) -> None:
-    grammars = Grammars(write_letters(tmp_path, (0, 9)), 64, (0, 9))
-    masks.open(0, grammars.compile(StructuredOutputs(regex="a?"))[0], np.empty(0, np.int32), banned=(0, 9), until=12)
-    assert allowed(masks, 0, position=12) == [0, 1, 9]
-    assert allowed(masks, 0, position=10) == [1]
-    masks.advance(np.array([0]), [1])
-    assert allowed(masks, 0, position=11) == [0, 9]
+    one, other = (stream_of(grammars, StructuredOutputs(regex=".*")) for _ in range(2))
+    for stream in (one, other):
+        masks.open(stream)
+    masks.drop(one)
+    masks.drop(one)
+    masks.wait_for_new(10.0)
+    assert masks.collect() == [other]
+    masks.clear()
+    assert masks.collect() == []
 
 
 def test_equal_forms_are_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 import weft
+from tests.engine.tiny import write_letters
 from tests.models import tiny
 from weft import SamplingParams, StructuredOutputs
 from weft.bench.shapes import shape_directory
@@ -188,17 +189,30 @@ def test_steps_wait_for_nothing(tmp_path: Path) -> None:
             {"min_tokens": 9},
         ],
     ]
-    prompts = [tiny.prompt(length, seed).tolist() for seed, length in enumerate(LENGTHS)]
     with weft.LLM(tmp_path, device="cuda", max_num_seqs=4, kv_cache_memory_bytes=32 << 20) as llm:
         for together in asked:
-            common = {"temperature": 0.7, "seed": 3, "max_tokens": TOKENS, "ignore_eos": True}
-            params = [SamplingParams(**common, **one) for one in together]
-            llm.generate(prompts, params, progress=False)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                llm.generate(prompts, params, progress=False)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            _generate_twice_and_do_not_wait(llm, together)
+
+
+def test_a_grammar_makes_no_step_wait(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    tiny.save(tiny.llama(eos_token_id=0), tmp_path)
+    write_letters(tmp_path, (0,))
+    grammar = {"structured_outputs": StructuredOutputs(regex="[a-z]{30,}")}
+    with weft.LLM(tmp_path, device="cuda", max_num_seqs=4, kv_cache_memory_bytes=32 << 20) as llm:
+        _generate_twice_and_do_not_wait(llm, [{}, grammar, {"top_p": 0.9}, {"logprobs": 2}])
+
+
+def _generate_twice_and_do_not_wait(llm: weft.LLM, asked: list[dict[str, Any]]) -> None:
+    prompts = [tiny.prompt(length, seed).tolist() for seed, length in enumerate(LENGTHS)]
+    common = {"temperature": 0.7, "seed": 3, "max_tokens": TOKENS, "ignore_eos": True}
+    params = [SamplingParams(**common, **one) for one in asked]
+    llm.generate(prompts, params, progress=False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        llm.generate(prompts, params, progress=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_kernels_that_overlap_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import weft
+from tests.engine.tiny import write_letters
 from tests.kernels.device import DEVICE, Moment
 from tests.models import tiny
-from weft import SamplingParams
+from weft import SamplingParams, StructuredOutputs
 from weft.core.slots import Slots
 from weft.engine import cuda_executor, staging
 from weft.kernels.attention import Attend
@@ -138,6 +139,20 @@ def test_tokens_are_those_of_the_cpu(captured: bool, tmp_path: Path) -> None:
     with _engine(tmp_path, gpu=False) as cpu, _engine(tmp_path, gpu=True, captured=captured) as gpu:
         for kinds in (GREEDY, CUTS, EDITS, IN_TURN) if captured else (CUTS, IN_TURN):
             assert _tokens(gpu, kinds) == _tokens(cpu, kinds)
+
+
+def test_masks_reach_their_rows(tmp_path: Path) -> None:
+    """Beside rows without one, with edits of other kinds, and in steps of graphs for more rows."""
+    tiny.save(tiny.llama(num_hidden_layers=2, eos_token_id=0), tmp_path)
+    write_letters(tmp_path, (0,))
+    letters, digits = (StructuredOutputs(regex=f"[{kind}]{{4,}}") for kind in ("a-m", "0-9"))
+    kinds = [{"structured_outputs": letters}, {"top_k": 5}, {"structured_outputs": digits, "top_p": 0.8}, *EDITS[:1]]
+    with _engine(tmp_path, gpu=False) as cpu, _engine(tmp_path, gpu=True) as gpu:
+        found = _tokens(gpu, kinds)
+        assert found == _tokens(cpu, kinds)
+    for row, allowed in ((0, range(1, 14)), (2, range(27, 37))):  # token 0 is the end
+        assert len(found[row]) >= 4
+        assert set(found[row][:4]) <= set(allowed)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])

@@ -95,7 +95,7 @@ def test_what_is_truncated_is_what_the_cpu_truncates(dtype: torch.dtype, vocab: 
         sampler = Sampler(rows, vocab, torch.device("cpu"))
         nothing = np.empty(0, np.int32)
         for row, one in enumerate(params):
-            sampler.setup(SlotSetup(row, one, int(generator.integers(2**63)), nothing, nothing, (), None))
+            sampler.setup(SlotSetup(row, one, int(generator.integers(2**63)), nothing, nothing, ()))
         slots, positions = np.arange(rows), generator.integers(0, 1000, rows)
         expected = sampler.sample(logits.float().cpu(), slots, positions + 1)
         temperature, low, high, top_k, top_p, floor = torch.from_numpy(sampler.drawing).to(DEVICE)

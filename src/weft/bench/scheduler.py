@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.core import Scheduler, StepPlan, chunked
-from weft.engine.executor import StepInputs, StepResult
+from weft.engine.executor import StepInputs, StepMasks, StepResult
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
@@ -33,7 +33,7 @@ class _Instant:
         def result(self) -> StepResult:
             return self.outcome
 
-    def submit(self, plan: StepPlan, inputs: StepInputs) -> Pending:
+    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Pending:
         return self.Pending(StepResult([1] * int(plan.samples.sum()), 0.0, 0.0))
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ def closing_engine(
         yield engine
     finally:
         clear(engine)
-        engine.loop.executor.close()
+        engine.loop.close()
         gc.unfreeze()
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from weft.core import CostModel, Scheduler, StepPlan, Targets, slo
 from weft.engine.calibration import Calibration
 from weft.engine.engine import Engine, Promises
-from weft.engine.executor import StepInputs, StepResult
+from weft.engine.executor import StepInputs, StepMasks, StepResult
 from weft.engine.loop import Loop
 from weft.sim.profiles import Profile
 from weft.sim.simulator import Truth
@@ -28,7 +28,7 @@ class VirtualExecutor:
         self._free = 0.0  # when the last step submitted will end
         self._seconds = truth.clock()
 
-    def submit(self, plan: StepPlan, inputs: StepInputs) -> Pending:
+    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Pending:
         started = max(self.now, self._free)
         self._free = started + self._seconds(plan.shape)
         return self.Pending(self, StepResult([1] * int(plan.samples.sum()), started, self._free))

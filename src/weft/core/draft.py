@@ -15,6 +15,7 @@ class Draft:
         self.prefills: list[tuple[Request, int, int]] = []  # request, first, count
         self.prefilled: set[Request] = set()  # who they are for
         self.decodes = NO_SLOTS
+        self.held = NO_SLOTS  # that would decode, but wait for a mask
         self.joined: list[Request] = []
         self.block_slots: list[int] = []  # entries of block tables that are new
         self.block_columns: list[int] = []

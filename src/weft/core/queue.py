@@ -2,7 +2,7 @@
 
 import math
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
@@ -113,7 +113,7 @@ class Turns:
         self._overtakes = overtakes
         self._admitting = True
         self._started = _by_line(started)
-        self._passed = dict.fromkeys(queue.lines, 0)  # in each line of the queue, how many were passed over
+        self._passed: Counter[Line] = Counter()  # in each line of the queue, how many were passed over
         self._closed: set[Line] = set()
         lines = dict.fromkeys((*self._started, *queue.lines))
         heads = [head for line in lines if (head := self._head(line)) is not None]
@@ -161,7 +161,7 @@ class Turns:
         waits = None
         if self._admitting and line not in self._closed:
             waiting = self._queue.lines.get(line, ())
-            place = self._passed.get(line, 0)
+            place = self._passed[line]
             waits = waiting[place] if place < len(waiting) else None
         if under_way is None or waits is None:
             return under_way or waits

@@ -19,7 +19,8 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Identity is the object itself. While it runs, its counts live in `Slots`; `known` here is what it queues with."""
+    """Identity is the object itself. While it runs, its counts live in `Slots`; `known` and `held` are what it queues
+    with."""
 
     id: str
     prompt_tokens: int
@@ -37,12 +38,14 @@ class Request:
     gap_source: Source = Source.REQUEST
     gap_wish: float = math.inf  # less than the target: given as far as it costs the others next to nothing
     reuse_prefix: bool = True  # False: compute every token, even where the cache has it (prompt logprobs)
+    constrained: bool = False  # a grammar decides what each of its tokens may be, once the one before it is known
     hashes: list[Hashable] = field(default_factory=list)  # chained, one per full block of tokens with known values
 
     state: State = State.WAITING
     finish_reason: str | None = None
     slot: int = -1  # -1: none. Kept after the seat is given up while a step in flight still names it.
     known: int = 0  # tokens to compute on (re)admission: the prompt, plus what was sampled before a preemption
+    held: bool = False  # queues without the mask of its next token: not to be admitted before `Scheduler.release`
     turn: int = 0  # how many prompts of the same user waited when it came
     rank: Rank = ()  # class (two numbers), precedence, then the policy's order; see `Order.rank`
     account: Account | None = None  # its tenant's, once it was added
@@ -62,6 +65,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.known = self.prompt_tokens
+        self.held = self.constrained
 
     @property
     def limit(self) -> int:

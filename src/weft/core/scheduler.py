@@ -140,6 +140,12 @@ class Scheduler:
             self._end(request, reason, now)
             self._retire_slots()
 
+    def release(self, request: Request) -> None:
+        """The mask of a constrained request's next token is there: a plan may sample for it again."""
+        request.held = False
+        if request.state is State.RUNNING:
+            self.slots.held[request.slot] = False
+
     def clear_cache(self) -> None:
         """Forgets all cached content. Running requests keep theirs, unnamed."""
         self.cache.clear()
@@ -253,6 +259,10 @@ class Scheduler:
         """Slots of every request that can decode; blocks for those that need one, the oldest first."""
         slots = self.slots
         ready = np.flatnonzero(slots.decoding & (slots.known < slots.limit))
+        self._draft.held = NO_SLOTS
+        if slots.held.any():
+            held = slots.held[ready]
+            self._draft.held, ready = ready[held], ready[~held]
         short = ready[slots.planned[ready] == slots.capacity[ready]]
         if not len(short):
             return ready
@@ -300,8 +310,12 @@ class Scheduler:
         """Seats a waiting request if there is room for it.
 
         One that does not fit is not overtaken for being large, except by other tenants if its own has its share. One
-        whose promise, or another's, the decode step would break is passed over until that step is shorter.
+        whose promise, or another's, the decode step would break is passed over until that step is shorter, and one
+        that is held until it is released.
         """
+        if request.held:
+            turns.pass_over(request)
+            return False
         if request.slot >= 0 or budget.room(0, 1) < 1 or not self.slots.num_free:
             turns.close()
             return False
@@ -355,7 +369,7 @@ class Scheduler:
         """Whether the decode step with all prefills under way and this one in it still keeps every promise."""
         if len(self.running) == len(gone):
             return True
-        decodes = self._still_decoding()
+        decodes = self._decoding()
         if gone:
             decodes = decodes[~np.isin(decodes, [other.slot for other in gone])]
         shape, gap = self._load(decodes, load.start)[1:3]
@@ -387,6 +401,11 @@ class Scheduler:
         decodes = self._draft.decodes
         return decodes[self.slots.decoding[decodes]]
 
+    def _decoding(self) -> NDArray[np.int64]:
+        """The decodes of this step and those that sit it out."""
+        decodes, held = self._still_decoding(), self._draft.held
+        return np.concatenate([decodes, held[self.slots.decoding[held]]]) if len(held) else decodes
+
     # Parts of the passes
 
     def _plan_prefill(self, request: Request, budget: Budget) -> int:
@@ -409,13 +428,15 @@ class Scheduler:
     def _load(self, decodes: NDArray[np.int64], now: float) -> StepLoad:
         count = len(decodes)
         context = int(self.slots.planned[decodes].sum()) + count
-        gap = float(self.slots.gap_target[decodes].min(initial=math.inf))
-        soft_gap = float(self.slots.soft_gap[decodes].min(initial=math.inf))
+        held = self._draft.held  # that wait for this step as well
+        waiting = np.concatenate([decodes, held]) if len(held) else decodes
+        gap = float(self.slots.gap_target[waiting].min(initial=math.inf))
+        soft_gap = float(self.slots.soft_gap[waiting].min(initial=math.inf))
         return StepLoad(max(now, self._device_free), decodes_alone(count, context), gap, soft_gap)
 
     def _firm_load(self, load: StepLoad) -> StepLoad:
         """The load without the batch class, which gives way; and how long until all of it must have ended."""
-        decodes = self._still_decoding()
+        decodes = self._decoding()
         firm = decodes[~self.slots.batch[decodes]]
         found = self._load(firm, load.start)
         left = int((self.slots.limit[firm] - self.slots.known[firm]).max()) if len(firm) else 0
@@ -646,6 +667,7 @@ class Scheduler:
         """Takes seat and blocks away; the request queues again with all tokens it knows, to be computed anew."""
         slot = request.slot
         request.known = int(self.slots.known[slot])
+        request.held = bool(self.slots.held[slot])
         lost = int(self.slots.computed[slot])
         request.lost_tokens += lost
         request.preemptions += 1
@@ -737,6 +759,8 @@ class Scheduler:
             samples = first + count == slots.known[rows]
         known = slots.known[rows] + samples
         slots.known[rows] = known
+        if slots.constrained.any():  # held until the loop has seen the token and has the next mask
+            slots.held[rows] |= samples & slots.constrained[rows]
         slots.in_flight[rows] += 1
         for row, (request, _, _) in enumerate(prefills, start=num_decodes):
             if samples[row]:

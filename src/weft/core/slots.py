@@ -25,6 +25,8 @@ class Slots:
         self.soft_gap = np.full(size, np.inf)  # seconds that are aimed at and not promised
         self.gap_wish = np.full(size, np.inf)
         self.batch = np.zeros(size, np.bool_)
+        self.constrained = np.zeros(size, np.bool_)
+        self.held = np.zeros(size, np.bool_)  # constrained, and the mask of its next token is not there yet
         self.capacity = np.zeros(size, np.int64)  # tokens that fit into the blocks it holds
         self.decoding = np.zeros(size, np.bool_)  # seated, and its next input is its own last sample
         self.in_flight = np.zeros(size, np.int64)  # submitted steps that name the row and are not committed
@@ -45,6 +47,8 @@ class Slots:
         self.soft_gap[slot] = request.soft_gap
         self.gap_wish[slot] = request.gap_wish
         self.batch[slot] = request.batch
+        self.constrained[slot] = request.constrained
+        self.held[slot] = request.held
         self.planned[slot] = self.computed[slot] = self.capacity[slot] = 0
         return slot
 

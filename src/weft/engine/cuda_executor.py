@@ -1,4 +1,4 @@
-"""CudaExecutor: runs plans on a GPU. Nothing here waits for the device but `result`, unless a request has a grammar.
+"""CudaExecutor: runs plans on a GPU. Nothing here waits for the device but `result`.
 
 A step is: its numbers read from pinned memory; all layers; one token a row drawn, which stays on the device, where the
 next step finds it, and is written to pinned memory, where the host does. For decodes alone, one captured graph does all
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core import StepPlan
-from weft.engine.executor import Lumps, StepInputs, StepResult
+from weft.engine.executor import Lumps, StepInputs, StepMasks, StepResult
 from weft.engine.graphs import (
     GRAIN,
     Cut,
@@ -119,7 +119,6 @@ class CudaExecutor:
         wave = 0 if self._flashinfer is None else self._flashinfer.wave
         self.lumps = Lumps(GRAIN if model.can_be_captured else 1, wave)
         self._returns = pinned(DEPTH, limits.max_num_seqs)
-        self._pending: CudaPending | None = None
         self.use(kv)
 
     def use(self, kv: KVPool) -> None:
@@ -136,7 +135,6 @@ class CudaExecutor:
         try:
             torch.cuda.synchronize(self.device)
         finally:
-            self._pending = None  # it knows us, and we know it
             self._decodes.clear()
             self._draws.clear()
             self._mixed.clear()
@@ -146,9 +144,7 @@ class CudaExecutor:
             self.sampler.close()
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan, inputs: StepInputs) -> "CudaPending":
-        if self._pending is not None and self.sampler.has_masks(self._pending.slots):
-            self._pending.result()  # what a grammar allows next depends on the token that it got last
+    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> "CudaPending":
         for setup in inputs.setups:
             self.sampler.setup(setup)
             if self._flashinfer is not None:
@@ -163,7 +159,7 @@ class CudaExecutor:
         if plan.num_decodes == len(plan.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
             self._write_rows(plan, rows, size)
             self._decodes[size].replay()
-            self._choose(pending, plan, is_drawn=True)
+            self._choose(pending, plan, masks, is_drawn=True)
         else:
             self._write_rows(plan, rows, self.limits.max_num_seqs)
             if any(self.sampler.wants_prompt(slot) for slot in plan.slots[plan.num_decodes :].tolist()):
@@ -174,20 +170,19 @@ class CudaExecutor:
                 hidden = self._forward(plan, inputs)[: self._score_rows(len(rows))]
             if len(rows):
                 self.model.scores(hidden, self._scores[: len(hidden)])
-                self._choose(pending, plan, is_drawn=False)
+                self._choose(pending, plan, masks, is_drawn=False)
         pending.ended.record(stream)
         self._desk.close(pending.ended)
-        self._pending = pending
         return pending
 
-    def _choose(self, pending: "CudaPending", plan: StepPlan, *, is_drawn: bool) -> None:
+    def _choose(self, pending: "CudaPending", plan: StepPlan, masks: StepMasks | None, *, is_drawn: bool) -> None:
         """One token a row, which stays on the device, and a copy of it on its way to the host. `is_drawn`: a graph has
         drawn them already, each from all tokens and the model's own logits."""
         sampler, slots, rows = self.sampler, pending.slots, pending.rows
         scores, positions = self._scores[: len(rows)], plan.first[rows] + plan.count[rows]
         cuts, size = sampler.cuts(slots), _fitting(self._draws, len(rows))
-        if sampler.edits(slots, positions):
-            edited = sampler.edit(scores, slots, positions, self._edited_scores[: len(rows)])
+        if masks is not None or sampler.edits(slots, positions):
+            edited = sampler.edit(scores, slots, positions, masks, self._edited_scores[: len(rows)])
             if size is not None:
                 self._draws[size].edited.replay()
             else:
@@ -488,18 +483,13 @@ class CudaPending:
         self.ended = _event()
         self._owner, self._started = owner, started
         self._result: StepResult | None = None
-        self._advanced = False
 
     def result(self) -> StepResult:
         if self._result is None:
             self.ended.synchronize()
             finished = self._owner.clock()
-            tokens = self.tokens.tolist()
-            if not self._advanced:  # even if an interrupt comes between this and the result
-                self._advanced = True
-                self._owner.sampler.advance(self.slots, tokens)
             self._result = StepResult(
-                tokens=tokens,
+                tokens=self.tokens.tolist(),
                 started=finished - self._started.elapsed_time(self.ended) / 1000,
                 finished=finished,
                 logprobs=dict(zip(self.rows[self.asking].tolist(), self.described.read(), strict=True)),

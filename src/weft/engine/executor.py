@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from weft.core import StepPlan
 from weft.engine.params import SamplingParams
-from weft.engine.structured import Grammar
 
 
 class SlotSetup(NamedTuple):
@@ -20,7 +19,6 @@ class SlotSetup(NamedTuple):
     prompt: NDArray[np.int32]
     output: NDArray[np.int32]  # sampled before a preemption
     stop_ids: tuple[int, ...]  # not to be sampled before min_tokens
-    grammar: Grammar | None = None  # that the output keeps to
 
 
 class StepInputs(NamedTuple):
@@ -28,6 +26,13 @@ class StepInputs(NamedTuple):
 
     prefill_tokens: NDArray[np.int32]  # of the plan's prefill rows, one behind the other
     setups: list[SlotSetup]
+
+
+class StepMasks(NamedTuple):
+    """Which tokens grammars allow in a step. They go apart from the inputs: they depend on the tokens sampled last."""
+
+    places: NDArray[np.int64]  # among the rows of the step that sample
+    bits: NDArray[np.int32]  # [places, words], one bit a token, the lowest first
 
 
 class TokenLogprobs(NamedTuple):
@@ -62,7 +67,7 @@ class PendingStep(Protocol):
 
 
 class Executor(Protocol):
-    def submit(self, plan: StepPlan, inputs: StepInputs) -> PendingStep:
+    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> PendingStep:
         """Returns before the result exists. Steps run in the order of submission. The results of all but the two before
         it have been asked for."""
         ...

@@ -10,8 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import HostTimes, Outcome, Request, Scheduler, State, StepPlan, StepRecord
-from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, StepResult, TokenLogprobs
+from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, StepMasks, StepResult, TokenLogprobs
+from weft.engine.masks import MaskBuilder
 from weft.engine.stream import Stream
+
+# Of the last step's time: how long a plan waits for new masks while the device computes. Most masks take 50 us, but the
+# next plan may be due before that; the device has the step in flight to do meanwhile.
+MASK_SHARE = 1 / 8
+IDLE_WAIT = 0.001  # seconds that a step waits for a mask where nothing else can be done; its caller may have news
 
 
 class TokenEvent(NamedTuple):
@@ -52,6 +58,8 @@ class Loop:
         self._in_flight: deque[_InFlight] = deque()
         self._held: list[TokenEvent] = []  # to be handed out with the next events
         self._by_slot: list[Any] = [None] * scheduler.slots.size  # the Stream that a slot's tokens are for, if any
+        self._masks = MaskBuilder()
+        self._last_seconds = 0.0  # that the device took for the last step
         self._stop_ids: set[int] = set()  # of all streams there were: most steps sample none of them
         self._left_at: float | None = None  # when the last turn ended, with work left
 
@@ -63,29 +71,39 @@ class Loop:
         self.scheduler.add(stream.request)
         self.streams[stream.request.id] = stream
         self._stop_ids |= stream.stop_ids
+        if stream.grammar is not None:
+            self._masks.open(stream)
 
     def abort(self, stream: Stream, reason: str = "abort") -> None:
         """Ends a stream now; no further event names it. Harmless if it has ended."""
         if self.streams.pop(stream.request.id, None) is not None:
             if stream.request.slot >= 0:
                 self._by_slot[stream.request.slot] = None
+            self._masks.drop(stream)
             self.scheduler.abort(stream.request, reason, self.clock())
 
     def step(self) -> list[TokenEvent]:
         """One turn: submits the next step if there is one, then takes in the oldest that is due."""
         while len(self._in_flight) > self.depth:  # an interrupt came while we waited for one of them
             self._held += self._take_in()
+        began = self.clock()
+        outside = 0.0 if self._left_at is None else began - self._left_at
+        if self._masks.wait_for_new(MASK_SHARE * self._last_seconds if self._in_flight else 0.0):
+            began = self.clock()  # to wait is no work
         with self._all_or_nothing():
-            began = self.clock()
-            outside = 0.0 if self._left_at is None else began - self._left_at
+            for stream in self._masks.collect():
+                self.scheduler.release(stream.request)
             plan = self.scheduler.plan(began)
             if plan is not None:
                 planned = self.clock()
-                pending = self.executor.submit(plan, self._inputs(plan))
+                inputs = self._inputs(plan)
+                pending = self.executor.submit(plan, inputs, self._step_masks(plan))
                 times = HostTimes(planned - began, self.clock() - planned, 0.0, outside)
                 self._in_flight.append(_InFlight(plan, pending, times))
             self._held += self._take_refusals()
         taken = len(self._in_flight) > self.depth or (plan is None and self._in_flight)
+        if plan is None and not taken:
+            self._masks.wait_for_first(IDLE_WAIT)
         events = self._take_in() if taken else []
         held, self._held = self._held, []  # not before: waiting for the device may be interrupted
         self._left_at = self.clock() if self.has_work else None
@@ -95,6 +113,11 @@ class Loop:
         """Takes in what is in flight without planning more; its events are lost, so end or abandon streams first."""
         while self._in_flight:
             self._take_in()
+
+    def close(self) -> None:
+        """Lets go of the executor and of threads. Nothing is added afterwards."""
+        self.executor.close()
+        self._masks.close()
 
     def prefilled(self, stream: Stream) -> int:
         """Tokens of a stream whose keys and values are computed, for progress displays."""
@@ -111,9 +134,21 @@ class Loop:
         setups = [_setup(stream) for stream in joined]
         return StepInputs(np.concatenate(values) if values else np.empty(0, np.int32), setups)
 
+    def _step_masks(self, plan: StepPlan) -> StepMasks | None:
+        """The masks of a plan's samples; after `_inputs`, which notes the streams that join."""
+        if not self._masks.streams:
+            return None
+        sampling = plan.slots[plan.samples]
+        places = np.flatnonzero(self.scheduler.slots.constrained[sampling])
+        if not len(places):
+            return None
+        return StepMasks(places, self._masks.take([self._by_slot[slot] for slot in sampling[places].tolist()]))
+
     def _take_refusals(self) -> list[TokenEvent]:
         """Requests that the scheduler would rather not begin, as they could not keep their promise."""
         refused = [TokenEvent(self.streams.pop(request.id), None, "refused") for request in self.scheduler.refused]
+        for event in refused:
+            self._masks.drop(event.stream)
         self.scheduler.refused.clear()
         return refused
 
@@ -130,12 +165,14 @@ class Loop:
         with self._all_or_nothing():
             self._in_flight.popleft()
             outcome = Outcome(filled=filled)
+            self._last_seconds = result.finished - result.started
             events = self._events(plan, result, outcome)
+            self._advance_masks(events)
             record = self.scheduler.commit(plan, outcome, result.started, result.finished)
             record.host = times._replace(commit=self.clock() - began)
             self.on_record(record)
             for request, _ in outcome.finished:
-                del self.streams[request.id]
+                self._masks.drop(self.streams.pop(request.id))
         return events
 
     def _events(self, plan: StepPlan, result: StepResult, outcome: Outcome) -> list[TokenEvent]:
@@ -169,6 +206,13 @@ class Loop:
                 if row in result.logprobs:
                     events[index] = events[index]._replace(logprobs=result.logprobs[row])
         return events
+
+    def _advance_masks(self, events: list[TokenEvent]) -> None:
+        """Begins the masks behind a step's tokens, in the background."""
+        if self._masks.streams:
+            for stream, token, reason, *_ in events:
+                if stream.grammar is not None and token is not None and reason is None:
+                    self._masks.advance(stream, token)
 
     def _ends(self, last: NDArray[np.bool_], streams: list[Stream], tokens: list[int]) -> list[tuple[int, str]]:
         """Which of these streams end with the token they got, and why."""
@@ -215,17 +259,18 @@ class Loop:
                 request.slot = -1
             self.streams.clear()
             self._by_slot = [None] * len(self._by_slot)
+            self._masks.clear()
             self.scheduler.reset()
 
 
 def _setup(stream: Stream) -> SlotSetup:
     request: Request = stream.request
+    stop_ids = tuple(stream.stop_ids) if stream.grammar is None else ()  # of a grammar, they are left out of the masks
     return SlotSetup(
         request.slot,
         stream.params,
         stream.seed,
         stream.prompt,
         np.array(stream.output, np.int32),
-        tuple(stream.stop_ids),
-        stream.grammar,
+        stop_ids,
     )

@@ -1,122 +1,114 @@
-"""Masks: which tokens the grammars of running requests allow next, one bit a token and one row a slot.
+"""MaskBuilder: which tokens a grammar allows next, one bit a token, for each stream that has a grammar.
 
-A mask is made in the background as soon as the token before it is known, while the device computes the next step.
-llguidance does that on threads of its own and without the GIL, for all rows of a step in two calls.
+A mask is computed on a background thread as soon as the token before it is known, without the GIL. A stream whose mask
+is not ready sits out a step, so no other stream waits for it.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.engine.stream import Stream
 from weft.engine.structured import Grammar
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
+
+THREADS = 4  # so that a mask that takes long does not hold up those of other streams
+
+Mask = NDArray[np.int32]  # a word has the bits of 32 tokens, the lowest first
 
 
-class Masks:
-    """A request is opened in its slot; then, for every token, its mask is asked for and it is moved on by the choice.
+class MaskBuilder:
+    """Owns the matchers' progress and the next mask of every stream with a grammar.
 
-    One thread makes the masks in the order of these calls, so a slot's next owner never meets the last one's.
+    A stream is opened once. Each mask is taken once, and `advance` starts the next. A preemption changes nothing: the
+    matcher has consumed every token of the stream's output.
     """
 
-    def __init__(self, slots: int) -> None:
-        self.active = np.zeros(slots, np.bool_)  # slots whose request has a grammar
-        self._bits = np.zeros((slots, 0), np.int32)
-        self._matchers: dict[int, LLMatcher] = {}
-        self._ends: dict[int, NDArray[np.int32]] = {}  # masks that allow the end of text and nothing else
-        self._bans: dict[int, _Ban] = {}
-        self._ready: dict[int, Future[None]] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-masks")
+    def __init__(self) -> None:
+        self.streams: set[Stream] = set()  # that are open
+        self._pending: dict[Stream, Future[Mask]] = {}
+        self._ready: dict[Stream, Mask] = {}
+        self._new: list[Future[Mask]] = []  # that were not waited for
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-masks")  # starts threads when needed
 
-    def open(
-        self, slot: int, grammar: Grammar, output: NDArray[np.int32], banned: Sequence[int] = (), until: int = 0
-    ) -> None:
-        """A request takes a slot, perhaps with earlier output. What is `banned` before a position is so only while the
-        grammar allows anything else.
-        """
-        words = -(-grammar.vocab_size // 32)
-        if self._bits.shape[1] != words:  # the first
-            self._bits = np.zeros((len(self._bits), words), np.int32)
-        self.close(slot)
-        self.active[slot] = True
-        self._matchers[slot] = grammar.matcher
-        self._ends[slot] = _pack(grammar.end_ids, words)
-        if banned:
-            self._bans[slot] = _Ban(until, ~_pack(banned, words))
-        self._ready[slot] = self._worker.submit(self._begin, slot, grammar.matcher, output.tolist())
+    def open(self, stream: Stream) -> None:
+        """Begins the mask of a stream's first token."""
+        self.streams.add(stream)
+        self._begin(stream, None)
 
-    def close(self, slot: int) -> None:
-        self.active[slot] = False
-        for books in (self._matchers, self._ends, self._bans, self._ready):
-            books.pop(slot, None)
+    def advance(self, stream: Stream, token: int) -> None:
+        """Begins the mask behind a token, the last of the stream's output."""
+        self._begin(stream, token)
 
-    def allowed(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Masks of these slots for these positions. Waits for those that are not ready."""
-        for slot in slots.tolist():
-            self._ready[slot].result()
-        masks: NDArray[np.int32] = self._bits[slots]
-        if self._bans:
-            for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-                ban = self._bans.get(slot)
-                if ban is not None and position < ban.until and (rest := masks[row] & ban.others).any():
-                    masks[row] = rest
-        return masks
+    def drop(self, stream: Stream) -> None:
+        """Forgets a stream that has ended. Harmless if it has no grammar."""
+        self.streams.discard(stream)
+        self._ready.pop(stream, None)
+        if (pending := self._pending.pop(stream, None)) is not None:
+            pending.cancel()
 
-    def advance(self, slots: NDArray[np.int64], tokens: Sequence[int]) -> None:
-        """Moves on by the tokens that were chosen from the masks."""
-        moves = []
-        for slot, token in zip(slots.tolist(), tokens, strict=True):
-            ends = self._ends[slot]
-            if ends[token >> 5] >> (token & 31) & 1:
-                # It is over. The step in flight asks once more; its token will be thrown away.
-                self._bits[slot] = ends
-                self._matchers.pop(slot, None)
-            elif slot in self._matchers:
-                moves.append(_Move(slot, self._matchers[slot], token))
-        if moves:
-            self._ready.update(dict.fromkeys([move.slot for move in moves], self._worker.submit(self._move, moves)))
+    def clear(self) -> None:
+        for stream in list(self.streams):
+            self.drop(stream)
 
-    def shutdown(self) -> None:
-        self._worker.shutdown()
+    def close(self) -> None:
+        self.clear()
+        self._pool.shutdown()
 
-    def _begin(self, slot: int, matcher: "LLMatcher", output: list[int]) -> None:
-        matcher.reset()  # it may have run in another slot; one that has failed stays as it is
-        matcher.consume_tokens(output)
-        self._fill([(matcher, slot)])
+    def wait_for_new(self, seconds: float) -> bool:
+        """Waits for new masks, no longer than so; a mask is waited for once. Returns whether there was one."""
+        self._new = [pending for pending in self._new if not pending.done()]
+        if not self._new or seconds <= 0:
+            return False
+        new, self._new = self._new, []
+        wait(new, seconds)
+        return True
 
-    def _move(self, moves: list["_Move"]) -> None:
-        # A matcher that fails, because its grammar has become too complex, allows the end of text from here on.
-        self._threads.consume_token_par([(move.matcher, move.token) for move in moves])
-        self._fill([(move.matcher, move.slot) for move in moves])
+    def wait_for_first(self, seconds: float) -> None:
+        """Waits until one of the pending masks is ready, no longer than so."""
+        if self._pending:
+            wait(self._pending.values(), seconds, FIRST_COMPLETED)
 
-    def _fill(self, rows: list[tuple["LLMatcher", int]]) -> None:
-        bits = self._bits
-        self._threads.unsafe_compute_mask_ptr(rows, bits.ctypes.data, bits.strides[0], len(bits))
+    def collect(self) -> list[Stream]:
+        """Streams whose mask has become ready since the last call."""
+        done = [stream for stream, pending in self._pending.items() if pending.done()]
+        for stream in done:
+            self._ready[stream] = self._pending.pop(stream).result()
+        return done
 
-    @cached_property
-    def _threads(self) -> "LLExecutor":
-        from llguidance import LLExecutor
+    def take(self, streams: Sequence[Stream]) -> NDArray[np.int32]:
+        """The masks of these streams, which are ready, one row each."""
+        return np.stack([self._ready.pop(stream) for stream in streams])
 
-        return LLExecutor()
+    def _begin(self, stream: Stream, token: int | None) -> None:
+        assert stream.grammar is not None, "only a stream with a grammar has masks"
+        too_short = len(stream.output) < stream.params.min_tokens
+        banned = tuple(stream.stop_ids) if too_short else ()
+        pending = self._pool.submit(_build, stream.grammar, token, banned)
+        self._pending[stream] = pending
+        self._new.append(pending)
 
 
-class _Ban(NamedTuple):
-    until: int  # position
-    others: NDArray[np.int32]  # mask of all tokens that are not banned
+def _build(grammar: Grammar, token: int | None, banned: Sequence[int]) -> Mask:
+    """The mask behind a token. `banned` tokens are left out while the grammar allows anything else."""
+    matcher: LLMatcher = grammar.matcher
+    if token is not None:
+        matcher.consume_token(token)
+    # A matcher that fails, because its grammar has become too complex, allows the end of text from here on.
+    words = -(-grammar.vocab_size // 32)
+    mask: Mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[:words]
+    if banned:
+        others = mask & ~_pack(banned, words)
+        return others if others.any() else mask
+    return mask
 
 
-class _Move(NamedTuple):
-    slot: int
-    matcher: "LLMatcher"
-    token: int
-
-
-def _pack(ids: Sequence[int], words: int) -> NDArray[np.int32]:
+def _pack(ids: Sequence[int], words: int) -> Mask:
     """A mask that allows these tokens."""
     flags = np.zeros(32 * words, np.bool_)
     flags[list(ids)] = True

@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.engine.executor import SlotSetup
+from weft.engine.executor import SlotSetup, StepMasks
 from weft.engine.logprobs import Described, DescribedPiece
-from weft.engine.masks import Masks
 from weft.models.layers import wide
 
 PIECE = 1 << 24  # most elements (rows x vocabulary) that sorting and log probabilities hold at once: 64 MB
@@ -44,7 +43,6 @@ class Sampler:
         self._bans: dict[int, _TokenValues] = {}
         self._prompts: dict[int, NDArray[np.int32]] = {}  # of requests that want prompt log probabilities
         self._history = _History(slots, vocab_size, device)
-        self._masks = Masks(slots)
 
     def setup(self, setup: SlotSetup) -> None:
         """A request takes a slot, for the first time or after a preemption."""
@@ -62,7 +60,7 @@ class Sampler:
         self._biased[slot] = bool(params.logit_bias)
         if params.logit_bias:
             self._biases[slot] = _TokenValues.of(list(params.logit_bias), list(params.logit_bias.values()))
-        banned = params.min_tokens > 0 and len(setup.stop_ids) > 0 and setup.grammar is None
+        banned = params.min_tokens > 0 and len(setup.stop_ids) > 0
         self.min_position[slot] = len(setup.prompt) + params.min_tokens if banned else 0
         if banned:
             self._bans[slot] = _TokenValues.of(list(setup.stop_ids), [-np.inf] * len(setup.stop_ids))
@@ -74,12 +72,7 @@ class Sampler:
             self._history.close(slot)
         is_cut = self.top_k[slot] > 0 or params.top_p < 1 or params.min_p > 0
         self._cut[slot] = is_cut and self.temperature[slot] > 0  # the likeliest token is always left
-        self._edited[slot] = params.has_penalties or bool(params.logit_bias) or setup.grammar is not None
-        if setup.grammar is not None:
-            ends = setup.stop_ids if params.min_tokens > 0 else ()
-            self._masks.open(slot, setup.grammar, setup.output, ends, len(setup.prompt) + params.min_tokens)
-        else:
-            self._masks.close(slot)
+        self._edited[slot] = params.has_penalties or bool(params.logit_bias)
 
     def _drawing(self, slot: int) -> NDArray[np.int32]:
         floor = np.log(self.min_p[slot]) if self.min_p[slot] > 0 else -np.inf
@@ -89,7 +82,6 @@ class Sampler:
         return np.array([heat, low, high, self.top_k[slot] or np.iinfo(np.int32).max, top_p, floor], np.int32)
 
     def close(self) -> None:
-        self._masks.shutdown()
         self._history = _History(0, self.vocab_size, self.device)  # whoever still holds this, the memory is another's
 
     @property
@@ -97,21 +89,19 @@ class Sampler:
         """Bytes on the device that are taken when the first request asks for penalties."""
         return self._history.untaken
 
-    def has_masks(self, slots: NDArray[np.int64]) -> bool:
-        """Whether the next token of one of these depends on its last by a grammar."""
-        return bool(self._masks.active[slots].any())
-
     def edits(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
-        """Whether somebody's token for its position is not drawn from the model's own logits."""
+        """Whether a token for one of these positions, even without a mask, is not drawn from the model's own logits."""
         return bool((self._edited[slots] | (positions < self.min_position[slots])).any())
 
     def cuts(self, slots: NDArray[np.int64]) -> bool:
         """Whether somebody here is not drawn from all tokens."""
         return bool(self._cut[slots].any())
 
-    def sample(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
+    def sample(
+        self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64], masks: StepMasks | None = None
+    ) -> Tensor:
         """Tokens for `positions` (one per row) from raw logits [rows, vocab]. Logits are not changed."""
-        logits = self.edit(logits, slots, positions)
+        logits = self.edit(logits, slots, positions, masks)
         greedy = not self.temperature[slots].any()
         tokens = logits.argmax(-1) if greedy else self._draw(logits, slots, positions)
         self.note(slots, tokens)
@@ -122,12 +112,6 @@ class Sampler:
         penalised = np.flatnonzero(self._history.active[slots])
         if len(penalised):
             self._history.append(penalised, slots[penalised], tokens)
-
-    def advance(self, slots: NDArray[np.int64], tokens: list[int]) -> None:
-        """The sampled tokens, as soon as the host knows them. What they allow next is found in the background."""
-        rows = np.flatnonzero(self._masks.active[slots])
-        if len(rows):
-            self._masks.advance(slots[rows], [tokens[row] for row in rows.tolist()])
 
     def rehearse(self, logits: Tensor) -> None:
         """What rows can ask of a GPU, with nobody's numbers: what it needs is made now, and not in service."""
@@ -169,7 +153,12 @@ class Sampler:
         return [slice(begin, min(begin + most, rows)) for begin in range(0, rows, most)]
 
     def edit(
-        self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64], out: Tensor | None = None
+        self,
+        logits: Tensor,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        masks: StepMasks | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Bias, bans and penalties, in vLLM's order; then the tokens that a grammar does not allow become -inf. The
         result is in float32 or wider, and in `out`, if there is one; logits are not changed.
@@ -177,10 +166,9 @@ class Sampler:
         biased = np.flatnonzero(self._biased[slots])
         banned = np.flatnonzero(positions < self.min_position[slots])
         penalised = np.flatnonzero(self._history.active[slots])
-        masked = np.flatnonzero(self._masks.active[slots])
         if out is not None:
             logits = out.copy_(logits)
-        elif not (len(biased) or len(banned) or len(penalised) or len(masked)):
+        elif not (len(biased) or len(banned) or len(penalised) or masks is not None):
             return wide(logits)
         else:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
@@ -189,10 +177,9 @@ class Sampler:
                 _add(logits, rows, [values[slot] for slot in slots[rows].tolist()])
         if len(penalised):
             self._history.penalise(logits, penalised, slots[penalised], self.penalties[slots[penalised]])
-        if len(masked):
-            index = upload(masked, self.device)
-            bits = upload(self._masks.allowed(slots[masked], positions[masked]).view(np.uint8), self.device)
-            allowed = _unpack(bits)[:, : self.vocab_size]
+        if masks is not None:
+            index = upload(masks.places, self.device)
+            allowed = _unpack(upload(masks.bits.view(np.uint8), self.device))[:, : self.vocab_size]
             logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
         return logits
 

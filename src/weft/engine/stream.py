@@ -66,6 +66,7 @@ class Stream:
             sibling=sibling,
             **(standing or Standing())._asdict(),
             reuse_prefix=params.prompt_logprobs is None,
+            constrained=grammar is not None,
             hashes=list(hashes),
         )
         endless = params.ignore_eos and grammar is None  # behind the end of a grammar there is nothing to go on with

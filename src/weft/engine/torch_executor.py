@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core import StepPlan
-from weft.engine.executor import Lumps, StepInputs, StepResult
+from weft.engine.executor import Lumps, StepInputs, StepMasks, StepResult
 from weft.engine.sampling import Sampler
 from weft.kernels.reference import ReferenceAttention
 from weft.kv import KVPool
@@ -45,15 +45,15 @@ class TorchExecutor:
         self._last_token = torch.zeros(slots, dtype=torch.int64, device=device)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-executor")
 
-    def submit(self, plan: StepPlan, inputs: StepInputs) -> Future[StepResult]:
-        return self._worker.submit(self._run, plan, inputs)
+    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Future[StepResult]:
+        return self._worker.submit(self._run, plan, inputs, masks)
 
     def close(self) -> None:
         self._worker.shutdown()
         self.sampler.close()
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+    def _run(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None) -> StepResult:
         started = self.clock()
         for setup in inputs.setups:
             self.sampler.setup(setup)
@@ -65,10 +65,8 @@ class TorchExecutor:
         rows = np.flatnonzero(plan.samples)
         logits = self.model.logits(hidden[self._upload(ends[rows] - 1)])
         sampling, positions = plan.slots[rows], plan.first[rows] + plan.count[rows]
-        tokens = self.sampler.sample(logits, sampling, positions)
+        tokens = self.sampler.sample(logits, sampling, positions, masks)
         self._last_token[slots[self._upload(rows)]] = tokens
-        chosen = tokens.tolist()
-        self.sampler.advance(sampling, chosen)
         asking = self.sampler.asking(sampling)
         index = self._upload(asking)
         described = self.sampler.describe(logits[index], tokens[index], sampling[asking]).read()
@@ -80,7 +78,7 @@ class TorchExecutor:
             if row >= plan.num_decodes and self.sampler.wants_prompt(slot)
         }
         return StepResult(
-            tokens=chosen,
+            tokens=tokens.tolist(),
             started=started,
             finished=self.clock(),
             logprobs=dict(zip(rows[asking].tolist(), described, strict=True)),
