@@ -1,6 +1,5 @@
 """What the benchmarks of a device run on: an engine of a model's shape, with random weights, from a config alone."""
 
-import gc
 import json
 import os
 import tempfile
@@ -11,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.build import build_engine, settle
+from weft.engine.build import build_engine
+from weft.engine.collector import Collector
 from weft.engine.cpu import prepare_cpu
 from weft.engine.engine import Engine
 from weft.engine.options import EngineOptions
@@ -130,13 +130,14 @@ def closing_engine(
     options: EngineOptions, path: Path, done: Callable[[str], None] = lambda part: None
 ) -> Iterator[Engine]:
     engine = build_engine(options, path, done=done)
-    settle()
+    collector = Collector()
+    collector.freeze()
     try:
         yield engine
     finally:
         clear(engine)
         engine.loop.close()
-        gc.unfreeze()
+        collector.thaw()
 
 
 def clear(engine: Engine) -> None:

@@ -222,6 +222,7 @@ class Scheduler:
             running=len(self.running),
             waiting=self.num_waiting,
             free_blocks=self.pool.num_free,
+            shape=plan.shape,
             starved=plan.starved,
         )
 

@@ -77,7 +77,7 @@ class HostTimes(NamedTuple):
     outside: float = 0.0  # between two turns of the loop: handing tokens out, taking requests in
 
 
-NO_TIMES = HostTimes()
+NO_TIMES, NOTHING = HostTimes(), StepShape()
 
 
 @dataclass(slots=True)
@@ -98,5 +98,6 @@ class StepRecord:
     running: int
     waiting: int
     free_blocks: int
+    shape: StepShape = NOTHING  # what its time depends on
     host: HostTimes = NO_TIMES  # the loop fills it in
     starved: bool = False  # a promised gap leaves prompts less than a quarter of the pace that `chunked` would give

@@ -105,14 +105,6 @@ def build_engine(
     )
 
 
-def settle() -> None:
-    """For a process that does nothing but serve: what start-up left lives as long as it does, and Python's collector
-    need not look at it again. That would take a tenth of a second, in the middle of everybody's streams.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 class _Built(NamedTuple):
     executor: Executor
     num_blocks: int  # of its KV cache

@@ -12,7 +12,7 @@ from weft.errors import OptionError
 class StepLog:
     """Appends a line for each step."""
 
-    _names = tuple(field.name for field in fields(StepRecord) if field.name != "host")
+    _names = tuple(field.name for field in fields(StepRecord) if field.name not in ("host", "shape"))
 
     def __init__(self, path: Path) -> None:
         try:
@@ -22,6 +22,7 @@ class StepLog:
 
     def write(self, record: StepRecord) -> None:
         found = {name: getattr(record, name) for name in self._names}
+        found["shape"] = record.shape._asdict()
         found["host"] = record.host._asdict()
         self._file.write(msgspec.json.encode(found) + b"\n")
 

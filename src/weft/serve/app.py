@@ -12,6 +12,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft import __version__
+from weft.engine.collector import Collector
 from weft.engine.options import EngineOptions
 from weft.errors import RequestError
 from weft.observe.metrics import CONTENT_TYPE, RequestDone, ServerMetrics
@@ -48,6 +49,7 @@ class Server:
     created: int  # seconds since the epoch
     draining: bool = False
     active: int = 0  # inference requests
+    collector: Collector = field(default_factory=Collector)
     quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and none is active
 
     def drain(self) -> None:
@@ -159,6 +161,8 @@ class Server:
             if there is not None:
                 there.close()
             self.active -= 1
+            if not self.active:
+                self.collector.idle()
             self.limits.leave(tenant)
             if self.draining and not self.active:
                 self.quiet.set()

@@ -14,7 +14,6 @@ from dataclasses import asdict
 import uvicorn
 
 from weft.core import Source
-from weft.engine.build import settle
 from weft.engine.options import EngineOptions
 from weft.errors import OptionError
 from weft.llm import recommended_params, resolve_model_path
@@ -218,7 +217,7 @@ class _Process(uvicorn.Server):
             client.changed.clear()
             if client.facts is not None and not said:
                 said = True
-                settle()  # before the first stream: a full collection stops them all for tens of milliseconds
+                self.server.collector.freeze()
                 self._announce(clock() - started)
         _say(client.fatal)
         self.exit_code = 1

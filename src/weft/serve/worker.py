@@ -20,8 +20,9 @@ import numpy as np
 import zmq
 
 from weft.core import StepRecord, Targets
-from weft.engine.build import build_engine, settle
+from weft.engine.build import build_engine
 from weft.engine.calibration import device_name
+from weft.engine.collector import Collector
 from weft.engine.engine import Engine
 from weft.engine.loop import TokenEvent
 from weft.engine.options import EngineOptions
@@ -76,9 +77,10 @@ def main() -> int:
         socket.send(encode(Fatal(" ".join(str(error).split()))))
         socket.close()
         return 2
-    settle()
+    collector = Collector()
+    collector.freeze()
     socket.send(encode(Ready(facts_of(engine, orders.options))))
-    Worker(engine, socket, log).run()
+    Worker(engine, socket, collector, log).run()
     return 1
 
 
@@ -112,8 +114,10 @@ def facts_of(engine: Engine, options: dict[str, Any]) -> Facts:
 class Worker:
     """Drives one engine from one socket, in one thread."""
 
-    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]", log: StepLog | None = None) -> None:
-        self.log = log
+    def __init__(
+        self, engine: Engine, socket: "zmq.Socket[bytes]", collector: Collector, log: StepLog | None = None
+    ) -> None:
+        self.collector, self.log = collector, log
         self.engine, self.loop, self.socket = engine, engine.loop, socket
         self.loop.on_record = self._note
         self._streams: dict[int, Stream] = {}
@@ -128,6 +132,8 @@ class Worker:
     def run(self) -> None:
         """Until too many steps have failed; the end of the API process ends this one from outside."""
         while self._failures < MOST_FAILURES:
+            if not self.loop.has_work and not self._opening:
+                self.collector.idle()
             self._receive(0 if self.loop.has_work else SOON if self._opening else None)
             for job in [job for job, opening in self._opening.items() if opening.done()]:
                 self._add(job, self._opening.pop(job).result)
