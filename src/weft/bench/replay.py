@@ -3,13 +3,11 @@
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
-from weft.core import StepPlan, StepShape
+from weft.core import StepShape
 from weft.engine.engine import Engine
-from weft.engine.executor import Executor, PendingStep, StepInputs, StepResult
 from weft.engine.loop import TokenEvent
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
@@ -30,37 +28,14 @@ def replay(
 ) -> Served:
     """Adds every request when it is due and turns the loop until all have ended. `sleep` passes the idle time."""
     play = _Play(engine, trace, prompts, sleep)
-    loop, executor = engine.loop, engine.loop.executor
-    loop.executor = _Watched(executor, play.steps)
+    listener = engine.loop.on_record
+    engine.loop.on_record = lambda record: play.steps.append((record.shape, record.finished - record.started))
     try:
         while play.turn():
             progress(play.arrived)
     finally:
-        loop.executor = executor
+        engine.loop.on_record = listener
     return play.served()
-
-
-class _Watched:
-    """An executor that notes the shape and the seconds of every step."""
-
-    class Pending(NamedTuple):
-        step: PendingStep
-        shape: StepShape
-        steps: list[tuple[StepShape, float]]
-
-        def result(self) -> StepResult:
-            found = self.step.result()
-            self.steps.append((self.shape, found.finished - found.started))
-            return found
-
-    def __init__(self, executor: Executor, steps: list[tuple[StepShape, float]]) -> None:
-        self.executor, self.steps = executor, steps
-
-    def submit(self, plan: StepPlan, inputs: StepInputs) -> Pending:
-        return self.Pending(self.executor.submit(plan, inputs), plan.shape, self.steps)
-
-    def close(self) -> None:
-        self.executor.close()
 
 
 class _Play:

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of the way of streams: a full collection stops them all for tens of milliseconds."""
+"""Python's garbage collector, kept out of the way: a full collection stops all streams for tens of milliseconds."""
 
 import gc
 import time
