@@ -99,6 +99,9 @@ def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, P
         max_num_batched_tokens=llm.options.max_num_batched_tokens,
         max_model_len=engine.max_model_len,
     )
+    is_gpu = executor.device.type == "cuda"
+    if is_gpu:
+        executor.kv.fill()
     with llm, work_progress("measuring", 1000, arguments.progress) as advance:
         calibration = calibrate(
             executor,
@@ -110,7 +113,8 @@ def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, P
             max_num_batched_tokens=llm.options.max_num_batched_tokens,
             vocab_size=engine.vocab_size,
             device=device,
-            ahead=executor.device.type == "cuda",
+            ahead=is_gpu,
+            is_filled=is_gpu,
             **executor.lumps._asdict(),
             seconds=arguments.seconds,
             progress=lambda share: advance(int(1000 * share)),

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.host import HostCost
 from weft.core.refit import Refit
 
 Array = NDArray[np.float64]
@@ -274,8 +275,16 @@ class CostModel:
     REPORTED = 1024  # steps that `errors` tells of
     STALE = 2  # steps after new coefficients that may have been planned with the old ones: one in flight, one to spare
 
-    def __init__(self, coefficients: Coefficients, mean: float = 0.0, spread: float = 0.05, refit: bool = True) -> None:
+    def __init__(
+        self,
+        coefficients: Coefficients,
+        mean: float = 0.0,
+        spread: float = 0.05,
+        refit: bool = True,
+        host: HostCost | None = None,
+    ) -> None:
         self.coefficients = coefficients
+        self.host = host or HostCost()
         self.prefill = Drift(mean, spread)
         self.decode = Drift(mean, spread)
         self._refit = Refit(coefficients) if refit else None

@@ -1,4 +1,4 @@
-"""HostCost: what a step costs the host. The simulator charges it, and it bounds how much one plan screens."""
+"""HostCost: what steps cost the host. The simulator charges it; it bounds screening and leaves room for delivery."""
 
 import math
 from dataclasses import dataclass, fields
@@ -6,10 +6,14 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds of the host's own time. The defaults are those of a slow core, for where nothing was measured."""
+    """Seconds of the host's own time. Where nothing was measured, steps cost nothing and screening is bounded all the
+    same."""
 
-    step: float = 0.0  # plan, submit and commit of a step, whatever it carries
-    row: float = 0.0  # each row of it
+    step: float = 0.0  # planning and submitting a step, and all else between two steps
+    row: float = 0.0  # more for each row of it
+    prefill: float = 0.0  # more for a step with prefill slices
+    commit: float = 0.0  # taking a step's tokens in, before the first is handed out
+    token: float = 0.0  # handing one token to its client, one after the other
     arrival: float = 0.0  # taking a request in
     visit: float = 20e-6  # one queue entry that screening looks at
 
@@ -20,3 +24,11 @@ class HostCost:
                 raise ValueError(f"host cost {field.name}={value} must be a number of seconds, at least 0")
         if self.visit <= 0:
             raise ValueError("host cost visit must be above 0: it bounds how much is screened in one plan")
+
+    def before(self, rows: int, has_prefill: bool) -> float:
+        """From when the host is free until a step is submitted."""
+        return self.step + self.row * rows + (self.prefill if has_prefill else 0.0)
+
+    def delivery(self, rows: int) -> float:
+        """Until the last of a step's tokens is with its client, after the commit."""
+        return self.token * rows

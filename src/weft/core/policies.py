@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from weft.core.admission import Admission, AdmitAll, DeadlineAdmission
 from weft.core.budget import Allowance, FixedTokens, UpToTheGap, WholePrompts
 from weft.core.cost import CostModel, StepShape
+from weft.core.host import HostCost
 from weft.core.queue import ByArrival, BySlack, Order
 
 
@@ -21,6 +22,10 @@ class Policy:
     order: Order
     admission: Admission
     cost: CostModel | None = None  # None: nothing is known of the device
+
+    @property
+    def host(self) -> HostCost:
+        return HostCost() if self.cost is None else self.cost.host
 
     def predict(self, shape: StepShape) -> float | None:
         """Seconds that a step will take."""

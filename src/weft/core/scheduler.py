@@ -20,7 +20,6 @@ from weft.core.budget import BATCH_SHARE, Budget, StepLoad
 from weft.core.cost import StepShape, decodes_alone, slice_pairs, slice_reach
 from weft.core.draft import NO_SLOTS, Draft, ints
 from weft.core.forecast import GROUPS, Prefill, Rows
-from weft.core.host import HostCost
 from weft.core.policies import Policy
 from weft.core.prefix import PrefixCache
 from weft.core.promises import Source
@@ -53,10 +52,8 @@ class Scheduler:
         max_queued_tokens: int | None = None,
         tenant_weights: Mapping[str, float] | None = None,
         wave: int = 0,
-        host: HostCost | None = None,
     ) -> None:
         self.policy = policy
-        self.host = host or HostCost()
         self.wave = wave  # queries of a prefill slice that read its context together; 0: all
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -615,7 +612,7 @@ class Scheduler:
     def _visits(self, load: StepLoad) -> int:
         """How many queue entries this plan may look at for screening: a small share of the tightest gap target."""
         seconds = min(SCREENING_SHARE * min(load.gap, load.soft_gap), MOST_SCREENING)
-        return max(FEWEST_VISITS, int(seconds / self.host.visit))
+        return max(FEWEST_VISITS, int(seconds / self.policy.host.visit))
 
     def _meet(self, request: Request) -> None:
         """Finds out what the prefix cache has of a newcomer, and whether its promise is possible at all."""

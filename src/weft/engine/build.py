@@ -14,6 +14,7 @@ from weft.engine.calibration import Calibration, calibrate, calibration_file, lo
 from weft.engine.cpu import prepare_cpu
 from weft.engine.engine import Engine, Promises
 from weft.engine.executor import Executor, Lumps
+from weft.engine.host import SubmitTimes, measure_host
 from weft.engine.loop import Loop
 from weft.engine.options import EngineOptions
 from weft.engine.structured import Grammars
@@ -40,8 +41,11 @@ def build_engine(
     path: Path,
     eos_ids: tuple[int, ...] = (),
     done: Callable[[str], None] = lambda part: None,
+    *,
+    is_served: bool = False,
 ) -> Engine:
-    """Loads the model in `path` and sizes its KV cache. `eos_ids` end a text beside those that the config names.
+    """Loads the model in `path` and sizes its KV cache. `eos_ids` end a text beside those that the config names;
+    `is_served` says that tokens go to clients through an API process.
 
     Where promises are asked for and the device has not been measured with this model, that takes a few seconds more.
     `done` is told of each part of the work when it is.
@@ -80,11 +84,12 @@ def build_engine(
         name = device_name(device)
         file = calibration_file(path, dtype=str(dtype), device=name, **limits)
         measuring = {**limits, "num_blocks": num_blocks, "vocab_size": config.vocab_size, "device": name}
-        measuring |= {"ahead": device.type == "cuda", **lumps._asdict()}
+        is_gpu = device.type == "cuda"
+        measuring |= {"ahead": is_gpu, "is_filled": is_gpu, **lumps._asdict()}
         promises = _promises(options, _calibration(file, executor, measuring))
         done("calibration")
     scheduler = Scheduler(
-        policy=_policy(options, promises),
+        policy=_policy(options, promises, is_served),
         num_blocks=num_blocks,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
@@ -202,6 +207,9 @@ def _calibration(file: Path, executor: Executor, measuring: dict[str, Any]) -> C
 
 def _measure(executor: Executor, measuring: dict[str, Any], seconds: float) -> Calibration:
     slots = Slots.size_for(measuring["max_num_seqs"])
+    if measuring["is_filled"]:
+        pool: Any = executor
+        pool.kv.fill()
     with work_progress("calibrating", 1000, sys.stderr.isatty()) as advance:
 
         def show(share: float) -> None:
@@ -238,13 +246,14 @@ def _promises(options: EngineOptions, calibration: Calibration) -> Promises:
     return Promises(targets, calibration)
 
 
-def _policy(options: EngineOptions, promises: Promises | None) -> Policy:
+def _policy(options: EngineOptions, promises: Promises | None, is_served: bool) -> Policy:
     if options.policy == "monolithic":
         return monolithic(options.max_num_batched_tokens)
     if promises is None:  # also slo: without a target there is nothing to size a step by
         return chunked(options.max_num_batched_tokens)
     found = promises.calibration
-    cost = CostModel(found.coefficients, found.mean, min(found.spread, MOST_SPREAD))
+    host = measure_host(found.coefficients, SubmitTimes(found.submit, found.submit_prefill), is_served=is_served)
+    cost = CostModel(found.coefficients, found.mean, min(found.spread, MOST_SPREAD), host=host)
     return slo(cost, options.max_num_batched_tokens)
 
 

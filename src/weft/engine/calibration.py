@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -31,7 +32,7 @@ from weft.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 4  # of the file; another one is measured anew
+FORMAT = 5  # of the file; another one is measured anew
 STEP_SHARE = 0.1  # of the measuring time: no step is meant to take more
 CLIMB_SHARES = (0.18, 0.3, 0.36, 0.45)  # of the measuring time: when each of the ladders must be done
 EXPLORE_SHARE = 0.65  # of the measuring time: these and the mixtures; what is left repeats
@@ -56,6 +57,8 @@ class Calibration:
     steps: int  # measured
     largest: int  # tokens of the largest step measured
     device: str  # in words
+    submit: float = 0.0  # seconds that the host takes to submit a step of decodes
+    submit_prefill: float = 0.0  # and one with prefill slices
 
     @property
     def is_noisy(self) -> bool:
@@ -92,6 +95,7 @@ def calibrate(
     vocab_size: int,
     device: str,
     ahead: bool = False,
+    is_filled: bool = False,
     grain: int = 1,
     wave: int = 0,
     seconds: float = 5.0,
@@ -100,7 +104,9 @@ def calibrate(
     """Measures for about `seconds`, after a warm-up. The executor must be idle, and its KV cache hold nothing of worth.
 
     `ahead` says that the executor prepares a step while the one before runs, so that the host's part of it takes no
-    time in service, and must take none here; `grain` and `wave`, in which lumps it works (see `Coefficients`).
+    time in service, and must take none here; `is_filled`, that all blocks of the KV cache hold numbers, so that every
+    row can read a context of its own (what rows share comes from the device's caches, as it does not in service);
+    `grain` and `wave`, in which lumps it works (see `Coefficients`).
     `progress` is called with the share of the time that is gone. Afterwards
     nothing is in flight; slots and block tables keep what was in them, which the scheduler's plans overwrite as they
     hand them out.
@@ -112,7 +118,7 @@ def calibrate(
         length=max_model_len,
         tokens=max_num_batched_tokens,
     )
-    survey = _Survey(_Rig(executor, bounds, vocab_size, ahead), grain, wave, seconds, progress)
+    survey = _Survey(_Rig(executor, bounds, vocab_size, ahead, is_filled), grain, wave, seconds, progress)
     survey.explore()
     survey.repeat()
     return survey.conclude(device)
@@ -278,11 +284,12 @@ class _Rig:
     as far as there are, because what many rows share would come from the device's caches.
     """
 
-    def __init__(self, executor: Executor, bounds: _Bounds, vocab_size: int, ahead: bool) -> None:
+    def __init__(self, executor: Executor, bounds: _Bounds, vocab_size: int, ahead: bool, is_filled: bool) -> None:
         self.executor = executor
         self.bounds = bounds
         self.ahead = ahead
         self.now = 0.0  # seconds on the executor's clock: the end of the last step
+        self.submits: tuple[list[float], list[float]] = ([], [])  # seconds of submitting, without and with slices
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(0)
         self._steps = 0
@@ -292,7 +299,9 @@ class _Rig:
         # The executor's tables as far as they are known. Entries are block + 1, and 0 where nothing is known.
         self._tables = np.zeros((bounds.rows, -(-bounds.length // bounds.block_size)), np.int64)
         self._written = np.zeros(bounds.blocks + 1, np.int64)  # by entry: tokens, from the start of the block
-        self._readable = np.empty(0, np.int64)  # entries whose blocks are written to their end
+        if is_filled:
+            self._written[1:] = bounds.block_size
+        self._readable = np.flatnonzero(self._written)  # entries whose blocks are written to their end
 
     def warm_up(self) -> None:
         """Writes one block, in pieces if steps are that short, and decodes once."""
@@ -328,9 +337,12 @@ class _Rig:
             reason="calibration",
         )
         tokens = self._random.integers(self._vocab_size, size=int(count[decodes:].sum()), dtype=np.int32)
+        started = time.perf_counter()
         pending = self.executor.submit(plan, StepInputs(tokens, list(setups)))
         if self.ahead:  # the same once more, which is prepared while this one runs
+            started = time.perf_counter()
             pending = self.executor.submit(plan, StepInputs(tokens, []))
+        self.submits[bool(mix.slices)].append(time.perf_counter() - started)
         result = pending.result()
         self._readable = np.flatnonzero(self._written == self.bounds.block_size)
         self.now = result.finished
@@ -427,6 +439,8 @@ class _Survey:
             steps=sum(map(len, self.found.values())),
             largest=max(shape.tokens for shape in shapes),
             device=device,
+            submit=float(np.median(self.rig.submits[0] or [0.0])),
+            submit_prefill=float(np.median(self.rig.submits[1] or [0.0])),
         )
 
     def _fit(self, shapes: list[StepShape], medians: list[float]) -> Coefficients:

@@ -6,11 +6,16 @@ from typing import Any
 from weft import __version__
 from weft.engine.calibration import Calibration
 from weft.engine.engine import Engine
+from weft.engine.host import SubmitTimes, measure_host
 
 
 def profile_of(engine: Engine, calibration: Calibration, max_num_batched_tokens: int) -> dict[str, Any]:
     """The calibration as it was measured, whatever was learnt since, and the limits of the engine."""
     scheduler = engine.loop.scheduler
+    host = scheduler.policy.host
+    if scheduler.policy.cost is None:  # it was not measured with the policy
+        submit = SubmitTimes(calibration.submit, calibration.submit_prefill)
+        host = measure_host(calibration.coefficients, submit, is_served=True)
     return {
         "origin": f"measured with weft {__version__} on {calibration.device}: {calibration.steps} steps, error p50 "
         f"{calibration.error_p50:.1%}, p99 {calibration.error_p99:.1%}",
@@ -20,6 +25,7 @@ def profile_of(engine: Engine, calibration: Calibration, max_num_batched_tokens:
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "coefficients": asdict(calibration.coefficients),
+        "host": asdict(host),
         "mean": calibration.mean,
         "spread": calibration.spread,
     }

@@ -26,6 +26,11 @@ class KVPool:
         self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
+    def fill(self) -> None:
+        """Random numbers everywhere, on a GPU within a second: for measurements that read blocks nobody wrote."""
+        for tensor in (*self.k, *self.v):
+            tensor.normal_()
+
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores one token's k and v per place; a place is block * block_size + offset."""
         self.k[layer].view(-1, *k.shape[1:]).index_copy_(0, places, k)

@@ -72,7 +72,8 @@ def main() -> int:
     socket.connect(orders.address)
     try:
         log = None if orders.record_steps is None else StepLog(Path(orders.record_steps))
-        engine = build_engine(EngineOptions.of(**orders.options), Path(orders.path), orders.eos_ids)
+        options = EngineOptions.of(**orders.options)
+        engine = build_engine(options, Path(orders.path), orders.eos_ids, is_served=True)
     except (WeftError, OSError) as error:
         socket.send(encode(Fatal(" ".join(str(error).split()))))
         socket.close()

@@ -37,7 +37,7 @@ class Report:
 
 def make_policy(name: str, profile: Profile, cost: CostModel | None = None) -> Policy:
     """A policy by name; `cost` is what it knows of the device at the start (default: the exact coefficients)."""
-    cost = CostModel(profile.coefficients) if cost is None else cost
+    cost = CostModel(profile.coefficients, host=profile.host) if cost is None else cost
     kind, _, size = name.partition(":")
     if size and not (size.isdecimal() and int(size) > 0):
         raise OptionError(f"policy {name!r}: {size!r} is not a number of tokens")
@@ -69,7 +69,7 @@ def run_policy(
         block_size=profile.block_size,
         max_num_seqs=profile.max_num_seqs,
     )
-    return play(trace, scheduler, truth, targets, progress)
+    return play(trace, scheduler, truth, targets, progress, profile.host)
 
 
 def kept_promises(played: Played, targets: Targets) -> NDArray[np.bool_]:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.core import Coefficients, CostModel
+from weft.core import Coefficients, CostModel, HostCost
 from weft.errors import OptionError
 
 FOLDER = Path(__file__).parent / "profiles"
 FIDELITY = {"date", "device", "slice", "policy", "errors"}  # what a result of `weft bench fidelity` says at least
+NO_HOST = HostCost()
 MOST_SPREAD = 0.15  # that a scheduler starts with, as engine/build.py has it
 
 
@@ -23,6 +24,7 @@ class Profile:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    host: HostCost = NO_HOST  # what steps cost the host
     # How far steps were from what the coefficients say when they were measured: log(measured / predicted), its mean and
     # its standard deviation without hiccups. None: the profile does not say.
     mean: float = 0.0
@@ -32,8 +34,8 @@ class Profile:
     def cost_model(self) -> CostModel:
         """What a scheduler knows that has just started on this device."""
         if self.spread is None:
-            return CostModel(self.coefficients, self.mean)
-        return CostModel(self.coefficients, self.mean, min(self.spread, MOST_SPREAD))
+            return CostModel(self.coefficients, self.mean, host=self.host)
+        return CostModel(self.coefficients, self.mean, min(self.spread, MOST_SPREAD), host=self.host)
 
 
 def known_profiles() -> list[str]:
@@ -60,8 +62,9 @@ def load_profile(name: str) -> Profile:
 def read_profile(name: str, data: dict[str, Any]) -> Profile:
     """A profile from its JSON. What is wrong with it raises ValueError, TypeError or KeyError."""
     coefficients = Coefficients(**data["coefficients"])
+    host = HostCost(**data.get("host", {}))
     fidelity = tuple(data.get("fidelity", ()))
     for one in fidelity:
         if missing := FIDELITY - one.keys():
             raise KeyError(f"fidelity without {', '.join(sorted(missing))}")
-    return Profile(**{**data, "name": name, "coefficients": coefficients, "fidelity": fidelity})
+    return Profile(**{**data, "name": name, "coefficients": coefficients, "host": host, "fidelity": fidelity})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import Outcome, Promise, Request, Scheduler, StepPlan, StepShape, Targets
+from weft.core import HostCost, Outcome, Promise, Request, Scheduler, StepPlan, StepShape, Targets
 from weft.core.cost import Coefficients
 from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
 
@@ -65,20 +65,23 @@ def play(
     truth: Truth,
     targets: Targets,
     progress: Callable[[int], None] = lambda arrived: None,
+    host: HostCost | None = None,
 ) -> Played:
-    """Runs a trace to its end. One step is in flight while the next is planned, as when serving."""
-    game = _Game(trace, scheduler, truth, targets)
+    """Runs a trace to its end. One step is in flight while the next is planned, as when serving; `host` is what that
+    costs beside the device (default: nothing)."""
+    game = _Game(trace, scheduler, truth, targets, host or HostCost())
     while game.turn():
         progress(game.arrived)
     return game.result()
 
 
 class _Game:
-    def __init__(self, trace: Trace, scheduler: Scheduler, truth: Truth, targets: Targets) -> None:
-        self.trace, self.scheduler, self.targets = trace, scheduler, targets
+    def __init__(self, trace: Trace, scheduler: Scheduler, truth: Truth, targets: Targets, host: HostCost) -> None:
+        self.trace, self.scheduler, self.targets, self.host = trace, scheduler, targets, host
         self.seconds = truth.clock()
         self.now = 0.0
         self.device_free = 0.0
+        self.api_free = 0.0  # when the tokens of all steps before have been handed out
         self.arrived = 0
         self.in_flight: deque[tuple[StepPlan, float, float]] = deque()
         count = len(trace.arrivals)
@@ -100,6 +103,7 @@ class _Game:
         if plan is not None:
             for request in plan.joined:
                 self.owner[request.slot] = self.number[request]
+            self.now += self.host.before(len(plan.slots), plan.shape.slices > 0)
             started = max(self.now, self.device_free)
             self.device_free = started + self.seconds(plan.shape)
             self.in_flight.append((plan, started, self.device_free))
@@ -122,34 +126,40 @@ class _Game:
             self.requests.append(request)
             self.scheduler.add(request)
             self.arrived += 1
+            self.now += self.host.arrival
 
     def _take_in(self, plan: StepPlan, started: float, finished: float) -> None:
-        self.now = finished
+        self.now = max(self.now, finished) + self.host.commit
         outcome = Outcome(finished=[(plan.requests[row], "length") for row in np.flatnonzero(plan.last).tolist()])
-        self._note_tokens(plan, finished)
+        self._note_tokens(plan)
         for request, _ in outcome.finished:
-            self.finished[self.number[request]] = finished
+            self.finished[self.number[request]] = self.last_token[self.number[request]]
         self.scheduler.commit(plan, outcome, started, finished)
         self.steps += 1
         self.prefill_tokens += plan.num_tokens - plan.num_decodes
         self.cached_tokens += plan.cached_tokens
         self.preemptions += plan.preemptions
 
-    def _note_tokens(self, plan: StepPlan, finished: float) -> None:
+    def _note_tokens(self, plan: StepPlan) -> None:
+        """Tokens reach their clients one after the other, behind those of the step before."""
         owners = self.owner[plan.slots[plan.samples]]
+        begun = max(self.now, self.api_free)
+        times = begun + self.host.token * np.arange(1, len(owners) + 1)
+        self.api_free = begun + self.host.delivery(len(owners))
         fresh = np.isinf(self.ttft[owners])
-        for number in owners[fresh].tolist():
-            self.ttft[number] = finished - self.requests[number].arrival
-        going = owners[~fresh] if fresh.any() else owners
+        for place in np.flatnonzero(fresh).tolist():
+            number = owners[place]
+            self.ttft[number] = times[place] - self.requests[number].arrival
+        going, came = (owners[~fresh], times[~fresh]) if fresh.any() else (owners, times)
         self.gap_owners.append(going)
-        self.gaps.append(finished - self.last_token[going])
-        self.last_token[owners] = finished
+        self.gaps.append(came - self.last_token[going])
+        self.last_token[owners] = times
 
     def result(self) -> Played:
         arrivals = self.trace.arrivals
         return Played(
             span=self.trace.span,
-            ended=self.now,
+            ended=max(self.now, self.api_free),
             arrival=np.array([a.time for a in arrivals]),
             prompt_tokens=np.array([a.prompt_tokens for a in arrivals]),
             output_tokens=np.array([a.output_tokens for a in arrivals]),

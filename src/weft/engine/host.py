@@ -1,0 +1,137 @@
+"""Measures what steps cost the host: the real loop and scheduler on an executor that takes no time."""
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.core import CostModel, HostCost, Request, Scheduler, StepPlan, slo
+from weft.core.admission import DeadlineAdmission, Lineup
+from weft.core.budget import StepLoad
+from weft.core.cost import Coefficients, decodes_alone
+from weft.core.forecast import GROUPS, Prefill, Rows
+from weft.engine.executor import StepInputs, StepMasks, StepResult
+from weft.engine.hashing import prompt_hashes, root_hash
+from weft.engine.loop import Loop
+from weft.engine.params import SamplingParams
+from weft.engine.stream import Stream
+
+FEW, MANY = 16, 128  # rows
+STEPS = 60
+BLOCK = 16
+PROMPT = 500  # tokens of an ordinary prompt
+# What the API process takes for a token that it streams, over what the loop takes for a row of a step: both are Python,
+# so that it is about the same on every machine (`weft bench streams` and `weft bench scheduler` measure the two).
+API_TOKEN = 50.0
+
+
+class InstantExecutor:
+    """Its steps are over before they begin."""
+
+    class Pending(NamedTuple):
+        outcome: StepResult
+
+        def result(self) -> StepResult:
+            return self.outcome
+
+    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Pending:
+        return self.Pending(StepResult([1] * int(plan.samples.sum()), 0.0, 0.0))
+
+    def close(self) -> None:
+        pass
+
+
+class SubmitTimes(NamedTuple):
+    """Seconds that the real executor took to submit a step, in the median."""
+
+    decode: float = 0.0  # without prefill slices
+    prefill: float = 0.0  # with them
+
+
+def measure_host(cost: Coefficients, submit: SubmitTimes, *, is_served: bool) -> HostCost:
+    """`is_served` says that tokens go to clients through an API process."""
+    few, many = _steps(FEW, cost), _steps(MANY, cost)
+    row = max(0.0, many.step - few.step) / (MANY - FEW)
+    step = max(0.0, few.step - FEW * row)
+    return HostCost(
+        step=step + submit.decode,
+        row=row,
+        prefill=max(0.0, few.prefill - few.step) + max(0.0, submit.prefill - submit.decode),
+        commit=step / 4,
+        token=API_TOKEN * row if is_served else 0.0,
+        arrival=_arrival(),
+        visit=_visit(cost),
+    )
+
+
+class _Steps(NamedTuple):
+    step: float  # seconds of the loop for a step that only decodes
+    prefill: float  # and for one with a prompt in it
+
+
+def _steps(rows: int, cost: Coefficients) -> _Steps:
+    scheduler = Scheduler(
+        policy=slo(CostModel(cost), 8192), num_blocks=4096, block_size=BLOCK, max_num_seqs=rows + STEPS + 1
+    )
+    loop = Loop(scheduler, InstantExecutor())
+    for number in range(rows):
+        loop.add(_stream(number, 4 * STEPS))
+    while scheduler.num_waiting:
+        loop.step()
+    decode = [_seconds(loop) for _ in range(STEPS)]
+    prefill = []
+    for number in range(STEPS // 4):
+        loop.add(_stream(rows + number, 1))
+        prefill.append(_seconds(loop))
+        _seconds(loop)
+    return _Steps(float(np.median(decode)), float(np.median(prefill)))
+
+
+def _seconds(loop: Loop) -> float:
+    started = time.perf_counter()
+    loop.step()
+    return time.perf_counter() - started
+
+
+def _arrival() -> float:
+    taken = []
+    for number in range(16):
+        started = time.perf_counter()
+        _stream(number, 1, PROMPT)
+        taken.append(time.perf_counter() - started)
+    return float(np.median(taken))
+
+
+def _visit(cost: Coefficients) -> float:
+    """Screening of newcomers, divided by the entries that it looks at."""
+    policy = slo(CostModel(cost), 8192)
+    assert isinstance(policy.admission, DeadlineAdmission)
+    requests = [Request(f"{number:03d}", PROMPT, 100, ttft_target=3600.0, gap_target=60.0) for number in range(32)]
+    for request in requests:
+        request.rank = policy.order.rank(request)
+        request.packed = Prefill(request, 0, PROMPT).pack()
+    rows = Rows.of([request.packed for request in requests])
+    load = StepLoad(0.0, decodes_alone(64, 64 * PROMPT), 60.0)
+    taken = []
+    for _ in range(5):
+        started = time.perf_counter()
+        policy.admission.screen(requests, lambda newcomers: Lineup(requests, rows), load, GROUPS)
+        taken.append(time.perf_counter() - started)
+    # Beside the forecast, each newcomer is looked up in the prefix cache and queued: about as much again.
+    return 2 * float(np.median(taken)) / (len(requests) + GROUPS)
+
+
+def _stream(number: int, max_tokens: int, prompt_tokens: int = BLOCK) -> Stream:
+    prompt = np.full(prompt_tokens, number % 1000, np.int32)
+    root = root_hash()
+    return Stream.open(
+        f"{number:09d}",
+        prompt,
+        SamplingParams(max_tokens=max_tokens),
+        seed=0,
+        max_tokens=max_tokens,
+        eos_ids=(),
+        root=root,
+        hashes=prompt_hashes(root, prompt, BLOCK),
+        arrival=0.0,
+    )
