@@ -325,6 +325,8 @@ def _play(arguments: argparse.Namespace, policy: str, calibration: "Profile | No
     # Without a target slo has nothing to size a step by, and serves as chunked does.
     served_as = "chunked" if facts["policy"] == "slo" and not _has_targets(facts) else facts["policy"]
     profile = subject.profile(calibration)
+    request = sum(run.request for run in runs) / len(runs)  # measured before each play, like the calibration
+    profile = replace(profile, host=replace(profile.host, request=request))
     return Play(served_as, facts, subject.model, calibration, profile, trace, left_out, runs)
 
 

@@ -14,6 +14,7 @@ class HostCost:
     prefill: float = 0.0  # more for a step with prefill slices
     commit: float = 0.0  # taking a step's tokens in, before the first is handed out
     token: float = 0.0  # handing one token to its client, one after the other
+    request: float = 0.0  # from when a client sends a request until the engine could have it
     arrival: float = 0.0  # taking a request in
     visit: float = 20e-6  # one queue entry that screening looks at
 

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
 
 WARM_UPS = (0.25, 0.5, 0.75, 1.0)  # quantiles of the prompts' lengths: one request of each before the play
 WARM_TOKENS = 8  # of each of their answers
+PROBES, PROBE_TOKENS = 16, 500  # requests one by one, to find what a request takes outside of the engine
 TIMEOUT = 3600.0  # seconds for one answer: an overloaded policy that refuses nothing takes long
 
 
@@ -71,11 +73,24 @@ async def replay(
                 raise EngineError(f"{url} fails at a request that was to warm it up: {reply.error}")
         if not client.asks_to_ignore_eos:
             raise EngineError(f"{url} refuses ignore_eos, so answers would not have the trace's lengths")
+        overhead = await _overhead(client, vocab_size, words)
         run = Run()
         async with live_view(run, show):
             with _without_collections():
                 await drive(client, asks, run=run)
-    return served_of(trace, run.replies)
+    return replace(served_of(trace, run.replies), request=overhead)
+
+
+async def _overhead(client: Client, vocab_size: int, words: int) -> float:
+    """Seconds of a time to first token that are spent outside of the engine, where nothing else runs."""
+    found = []
+    for number in range(PROBES):
+        ids = tuple(_drawn([words, 2, number], PROBE_TOKENS, vocab_size).tolist())
+        reply = await client.send(Ask(0.0, "", len(ids), 2, ids), number, client.clock(), 0.0)
+        if reply.times and reply.server is not None:
+            inside = _server(reply, "queue_ms") + _server(reply, "prefill_ms")
+            found.append(reply.times[0] - reply.sent - inside / 1e3)
+    return max(0.0, float(np.median(found))) if found else 0.0
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class Served:
     lag: NDArray[np.float64]  # how late the client sent it
     failures: dict[str, int] = field(default_factory=dict)  # errors that are no refusals, and how often they came
     steps: list[tuple[StepShape, float]] = field(default_factory=list)  # and their seconds; a client knows none
+    request: float = 0.0  # seconds of a TTFT outside of the engine, measured before the play with nothing else running
     others: float | None = None  # share of the machine's processor time that other processes took; None: not known
 
 

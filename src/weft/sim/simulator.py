@@ -115,18 +115,22 @@ class _Game:
         elif plan is None:
             if self.arrived == len(self.trace.arrivals):
                 return False
-            self.now = max(self.now, self.trace.arrivals[self.arrived].time)
+            self.now = max(self.now, self._known_at(self.trace.arrivals[self.arrived].time))
         return True
 
     def _admit_arrivals(self) -> None:
         arrivals = self.trace.arrivals
-        while self.arrived < len(arrivals) and arrivals[self.arrived].time <= self.now:
+        while self.arrived < len(arrivals) and self._known_at(arrivals[self.arrived].time) <= self.now:
             request = _request(self.arrived, arrivals[self.arrived], self.targets, self.scheduler.block_size)
             self.number[request] = self.arrived
             self.requests.append(request)
             self.scheduler.add(request)
             self.arrived += 1
             self.now += self.host.arrival
+
+    def _known_at(self, sent: float) -> float:
+        """When the engine hears of a request: the process that reads it may still be handing out tokens."""
+        return max(sent, self.api_free) + self.host.request
 
     def _take_in(self, plan: StepPlan, started: float, finished: float) -> None:
         self.now = max(self.now, finished) + self.host.commit
