@@ -82,6 +82,7 @@ class _Game:
         self.now = 0.0
         self.device_free = 0.0
         self.api_free = 0.0  # when the tokens of all steps before have been handed out
+        self.deliveries: deque[tuple[float, float]] = deque(maxlen=4)  # when those of late were
         self.arrived = 0
         self.in_flight: deque[tuple[StepPlan, float, float]] = deque()
         count = len(trace.arrivals)
@@ -129,8 +130,12 @@ class _Game:
             self.now += self.host.arrival
 
     def _known_at(self, sent: float) -> float:
-        """When the engine hears of a request: the process that reads it may still be handing out tokens."""
-        return max(sent, self.api_free) + self.host.request
+        """When the engine hears of a request: the process that reads it hands out tokens first."""
+        known = sent + self.host.request
+        for begun, ended in self.deliveries:
+            if begun < known and ended > sent:
+                known += ended - max(begun, sent)
+        return known
 
     def _take_in(self, plan: StepPlan, started: float, finished: float) -> None:
         self.now = max(self.now, finished) + self.host.commit
@@ -150,6 +155,7 @@ class _Game:
         begun = max(self.now, self.api_free)
         times = begun + self.host.token * np.arange(1, len(owners) + 1)
         self.api_free = begun + self.host.delivery(len(owners))
+        self.deliveries.append((begun, self.api_free))
         fresh = np.isinf(self.ttft[owners])
         for place in np.flatnonzero(fresh).tolist():
             number = owners[place]
