@@ -97,6 +97,11 @@ class Scheduler:
         return len(self._fresh) + len(self.queue)
 
     @property
+    def num_unscreened(self) -> int:
+        """Newcomers that later plans will screen."""
+        return len(self._fresh)
+
+    @property
     def queued_tokens(self) -> int:
         """Of the prompts that wait."""
         return self.queue.tokens + self._fresh_tokens
