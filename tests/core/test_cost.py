@@ -163,3 +163,22 @@ def test_a_step_with_prefill_has_a_price_of_its_own_that_is_found() -> None:
     found = fit(shapes, [truth.predict(shape) for shape in shapes])
     assert found.prefill == pytest.approx(0.002, rel=0.01)
     assert found.slice == pytest.approx(MODEL.slice, rel=0.01)
+
+
+def test_a_burst_is_forgotten_while_the_device_is_idle() -> None:
+    model = CostModel(Coefficients(0.01, 0, 0, 0, 0, 0, 0), spread=0.05, refit=False)
+    quiet = model.margin
+    for _ in range(200):
+        model.observe(MIXED, 0.01, 0.03)
+    assert model.bias > 2.5
+    model.rest(10.0)
+    assert model.bias < 1.2
+    assert model.margin < 1.2 * quiet
+
+
+def test_what_lasts_is_not_forgotten() -> None:
+    model = CostModel(Coefficients(0.01, 0, 0, 0, 0, 0, 0), spread=0.05, refit=False)
+    for _ in range(20_000):
+        model.observe(MIXED, 0.01, 0.03)
+    model.rest(3600.0)
+    assert model.bias > 2.5
