@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+CONSTRAINED_STEPS = 2  # from one token of a constrained request to the next: its mask depends on the token before
+
+
 class Source(enum.IntEnum):
     """Who set a target."""
 
@@ -47,16 +50,21 @@ class Targets:
     def first_token(self, prompt_tokens: int) -> float:
         return self.ttft + self.ttft_per_1k * prompt_tokens / 1000
 
-    def promise(self, prompt_tokens: int, ttft: float | None = None, gap: float | None = None) -> Promise:
+    def promise(
+        self, prompt_tokens: int, ttft: float | None = None, gap: float | None = None, constrained: bool = False
+    ) -> Promise:
         """What a request with these targets of its own (None: it named none) gets.
 
         The one definition of it: the scheduler, the response headers and the metrics all use this. A request's own
-        gap below the server's is a wish: what all are promised comes first.
+        gap below the server's is a wish: what all are promised comes first. A constrained request has a token every
+        CONSTRAINED_STEPS steps, and is promised as many times the gap.
         """
+        steps = CONSTRAINED_STEPS if constrained else 1
         firm_ttft = self.first_token(prompt_tokens) if ttft is None else ttft
         ttft_source = self.ttft_source if ttft is None else Source.REQUEST
         if gap is None:
-            return Promise(firm_ttft, ttft_source, max(self.gap, self.min_gap), self.gap_source)
-        wish = max(gap, self.min_gap)
-        firm_gap = max(wish, self.gap)
-        return Promise(firm_ttft, ttft_source, firm_gap, Source.REQUEST, wish if wish < firm_gap else math.inf)
+            return Promise(firm_ttft, ttft_source, steps * max(self.gap, self.min_gap), self.gap_source)
+        own, server = max(gap, steps * self.min_gap), steps * self.gap
+        if own >= server:
+            return Promise(firm_ttft, ttft_source, own, Source.REQUEST)
+        return Promise(firm_ttft, ttft_source, server, self.gap_source, own)

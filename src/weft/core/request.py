@@ -5,7 +5,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from weft.core.promises import Source
+from weft.core.promises import CONSTRAINED_STEPS, Source
 from weft.core.tenants import Account
 
 Rank = tuple[float | str, ...]  # smaller goes first
@@ -74,13 +74,17 @@ class Request:
 
     @property
     def firm_gap(self) -> float:
-        """Seconds promised between its tokens; infinite where nothing is."""
-        return math.inf if self.gap_source is Source.DEFAULT else self.gap_target
+        """Seconds that a step may take for its promised gap; infinite where none is promised."""
+        return math.inf if self.gap_source is Source.DEFAULT else self.gap_target / self.steps_per_token
 
     @property
     def soft_gap(self) -> float:
-        """Seconds between its tokens that are aimed at and not promised."""
-        return self.gap_target if self.gap_source is Source.DEFAULT else math.inf
+        """The same for a gap that is aimed at and not promised."""
+        return self.gap_target / self.steps_per_token if self.gap_source is Source.DEFAULT else math.inf
+
+    @property
+    def steps_per_token(self) -> int:
+        return CONSTRAINED_STEPS if self.constrained else 1
 
     @property
     def wishes_more(self) -> bool:

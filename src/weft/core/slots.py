@@ -21,8 +21,8 @@ class Slots:
         self.planned = np.zeros(size, np.int64)  # tokens that some plan has computed or will
         self.computed = np.zeros(size, np.int64)  # tokens whose step was committed
         self.limit = np.zeros(size, np.int64)
-        self.gap_target = np.full(size, np.inf)  # seconds promised between its tokens
-        self.soft_gap = np.full(size, np.inf)  # seconds that are aimed at and not promised
+        self.gap_target = np.full(size, np.inf)  # seconds that a step may take for its promised gap
+        self.soft_gap = np.full(size, np.inf)  # the same for a gap that is aimed at and not promised
         self.gap_wish = np.full(size, np.inf)
         self.batch = np.zeros(size, np.bool_)
         self.constrained = np.zeros(size, np.bool_)
@@ -45,7 +45,7 @@ class Slots:
         self.limit[slot] = request.limit
         self.gap_target[slot] = request.firm_gap
         self.soft_gap[slot] = request.soft_gap
-        self.gap_wish[slot] = request.gap_wish
+        self.gap_wish[slot] = request.gap_wish / request.steps_per_token
         self.batch[slot] = request.batch
         self.constrained[slot] = request.constrained
         self.held[slot] = request.held

@@ -186,7 +186,7 @@ def _pool(options: EngineOptions, model: "CausalLM", num_blocks: int, device: "t
 def _calibration(file: Path, executor: Executor, measuring: dict[str, Any]) -> Calibration:
     """What was measured before, or is measured now; a folder that cannot be written to costs the next start only.
 
-    What was measured on a busy machine is measured anew at every start, until one is good; the better one stays.
+    What was measured on a busy machine is measured anew at every start, until it was not; the better one stays.
     """
     known = load_calibration(file)
     found = known
@@ -195,7 +195,7 @@ def _calibration(file: Path, executor: Executor, measuring: dict[str, Any]) -> C
             found = _measure(executor, measuring, CALIBRATION)
         except EngineError:  # a slow or a busy machine
             found = known or _measure(executor, measuring, 4 * CALIBRATION)
-        if known is not None and known.spread <= found.spread:
+        if known is not None and known.error <= found.error:
             return known
         try:
             save_calibration(file, found)
@@ -235,13 +235,14 @@ def _promises(options: EngineOptions, calibration: Calibration) -> Promises:
         ttft_source = Source.OPERATOR
     if per_1k is None:
         per_1k = 1000 * DEFAULT_TTFT_PER_1K if options.default_targets else 0.0
+    min_gap = LEAST_GAP * calibration.decode_step if least is None else least / 1000
     targets = Targets(
-        gap=gap,
+        gap=max(gap, min_gap),
         ttft=ttft,
         ttft_per_1k=per_1k / 1000,
         gap_source=gap_source,
         ttft_source=ttft_source,
-        min_gap=LEAST_GAP * calibration.decode_step if least is None else least / 1000,
+        min_gap=min_gap,
     )
     return Promises(targets, calibration)
 

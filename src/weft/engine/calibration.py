@@ -63,7 +63,12 @@ class Calibration:
     @property
     def is_noisy(self) -> bool:
         """Whether the machine was too busy while it was measured for the figures to be relied on."""
-        return self.spread > NOISY or self.error_p50 > NOISY
+        return self.error > NOISY
+
+    @property
+    def error(self) -> float:
+        """Of the coefficients or of single steps, whichever is larger; a share."""
+        return max(self.spread, self.error_p50)
 
     @property
     def quality(self) -> str:

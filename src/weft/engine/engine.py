@@ -72,7 +72,7 @@ class Engine:
         """
         tokens = self._checked(prompt)
         params.check_vocabulary(self.vocab_size)
-        standing = self.standing(wishes or Wishes(), len(tokens))
+        standing = self.standing(wishes or Wishes(), len(tokens), params.structured_outputs is not None)
         grammars = self._grammars(params)
         room = self.max_model_len - len(tokens)
         number = next(self._numbers)
@@ -99,7 +99,7 @@ class Engine:
             for index, grammar in enumerate(grammars)
         ]
 
-    def standing(self, wishes: Wishes, prompt_tokens: int) -> Standing:
+    def standing(self, wishes: Wishes, prompt_tokens: int, constrained: bool = False) -> Standing:
         """What a request is really promised."""
         priority, tenant, precedence, batch, gap_ms, ttft_ms, user = wishes
         for name, number in (("priority", priority), ("precedence", precedence)):
@@ -120,7 +120,8 @@ class Engine:
             return Standing(priority, tenant, precedence, batch, user=user)
         own_ttft = None if ttft_ms is None else ttft_ms / 1000
         own_gap = None if gap_ms is None else gap_ms / 1000
-        ttft, ttft_source, gap, gap_source, wish = self.promises.targets.promise(prompt_tokens, own_ttft, own_gap)
+        promise = self.promises.targets.promise(prompt_tokens, own_ttft, own_gap, constrained)
+        ttft, ttft_source, gap, gap_source, wish = promise
         return Standing(priority, tenant, precedence, batch, ttft, gap, ttft_source, gap_source, wish, user)
 
     def _grammars(self, params: SamplingParams) -> Sequence[Grammar | None]:

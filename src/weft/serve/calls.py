@@ -209,7 +209,8 @@ class Desk:
         promise = Promise()
         if facts.has_targets and not wishes.batch:
             own = (_seconds(wishes.ttft_target_ms), _seconds(wishes.gap_target_ms))
-            promise = facts.targets.promise(max(map(len, prompts)), *own)
+            constrained = params.structured_outputs is not None
+            promise = facts.targets.promise(max(map(len, prompts)), *own, constrained)
         return Call(
             format=format,
             prompts=[Prompt(np.array(ids, np.int32).tobytes(), engine_params, wishes, salt) for ids in prompts],

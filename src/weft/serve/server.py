@@ -254,7 +254,8 @@ def _targets(facts: Facts) -> list[str]:
         said[targets.ttft_source > Source.DEFAULT].append(f"{targets.ttft * 1000:,.6g} ms{more} to the first")
     lines = []
     if said[True]:
-        lines.append(f"promised: {', '.join(said[True])}; what could not be in time is refused (503)")
+        refusal = "; what could not be in time is refused (503)" if targets.ttft_source > Source.DEFAULT else ""
+        lines.append(f"promised: {', '.join(said[True])}{refusal}")
     if said[False]:
         lines.append(f"aims at:  {', '.join(said[False])}; nothing is promised or refused (--ttft-target-ms promises)")
     if facts.calibration_quality:
