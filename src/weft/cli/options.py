@@ -55,7 +55,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def add_promise_arguments(parser: argparse.ArgumentParser) -> None:
     promises = parser.add_argument_group(
         "promises",
-        "With a target, the device is measured once (weft calibrate); what cannot be kept is refused.",
+        "With a target, the device is measured once (weft calibrate); a request whose promised first token would be "
+        "late is refused.",
     )
     promise = promises.add_argument
     promise(

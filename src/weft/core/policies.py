@@ -2,8 +2,8 @@
 
 - `chunked`: a fixed number of tokens a step, decodes first, in order of arrival. What other engines do.
 - `monolithic`: whole prompts, before anything else. It exists to show the problem.
-- `slo`: as much prefill as keeps the step within the tightest promise of those who decode beside it, the prompt with
-  the least slack first, and nobody admitted who would be late.
+- `slo`: as much prefill as keeps the step within the tightest gap target of the decodes beside it, the prompt with the
+  least slack first, and no request admitted whose promised first token would be late.
 - `slo_order`: `slo`'s order and refusals with `chunked`'s fixed number of tokens, to see which part of it does what.
 """
 

@@ -51,7 +51,7 @@ class Request:
     account: Account | None = None  # its tenant's, once it was added
     tag: float | None = None  # its tenant's service when it started, before its prompt was charged; None: not yet
     expected_hits: int = 0  # prompt tokens that were in the prefix cache when it was screened
-    packed: bytes = b""  # what the forecast needs to know of it while it waits; see `forecast.pack`
+    packed: bytes = b""  # what the forecast needs to know of it while it waits; see `Prefill.pack`
     blocks: list[int] = field(default_factory=list)
     named: int = 0  # of its blocks, how many were offered to the prefix cache
 
