@@ -5,7 +5,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-
 CONSTRAINED_STEPS = 2  # from one token of a constrained request to the next: its mask depends on the token before
 
 
