@@ -26,6 +26,9 @@ class Lineup(NamedTuple):
     rows: Rows
 
 
+MakeLineup = Callable[[Sequence[Request]], Lineup]  # with these newcomers in it
+
+
 class Screened(NamedTuple):
     """What became of newcomers."""
 
@@ -35,13 +38,7 @@ class Screened(NamedTuple):
 
 
 class Admission(Protocol):
-    def screen(
-        self,
-        newcomers: Sequence[Request],
-        lineup: Callable[[Sequence[Request]], "Lineup"],
-        load: StepLoad,
-        visits: int,
-    ) -> Screened:
+    def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> Screened:
         """Decides on newcomers, all of one class, in their order. `lineup` gives all prompts that are not computed yet,
         the newcomers included, in the order of service. The cost model is asked about `visits` of them or few more."""
         ...
@@ -62,13 +59,7 @@ class Admission(Protocol):
 class AdmitAll:
     """No request is refused, however long the queue."""
 
-    def screen(
-        self,
-        newcomers: Sequence[Request],
-        lineup: Callable[[Sequence[Request]], "Lineup"],
-        load: StepLoad,
-        visits: int,
-    ) -> Screened:
+    def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> Screened:
         return Screened(newcomers)
 
     def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
@@ -89,13 +80,7 @@ class DeadlineAdmission:
         self.allowance = allowance
         self._loads = _Loads()
 
-    def screen(
-        self,
-        newcomers: Sequence[Request],
-        lineup: Callable[[Sequence[Request]], "Lineup"],
-        load: StepLoad,
-        visits: int,
-    ) -> Screened:
+    def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> Screened:
         """Forecasts the queue with all newcomers in it. Where a promise would be broken, the newest of the newcomers
         that are served before it are refused, as many as it takes, and the rest is forecast again.
         """
@@ -158,7 +143,7 @@ class DeadlineAdmission:
 class _Screening:
     """Newcomers among the prompts that are not computed yet, in the order of service."""
 
-    def __init__(self, admission: DeadlineAdmission, newcomers: Sequence[Request], lineup: "Lineup") -> None:
+    def __init__(self, admission: DeadlineAdmission, newcomers: Sequence[Request], lineup: Lineup) -> None:
         self.admission = admission
         self.newcomers = list(newcomers)
         self.requests, self.rows = lineup
