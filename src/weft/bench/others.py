@@ -23,7 +23,7 @@ class Others:
         self._begin = self._read()
 
     def share(self) -> float | None:
-        """Share of all processor time that went to other processes, or to other machines; None where nobody knows."""
+        """Share of all processor time that other processes or machines took; None where the system does not tell."""
         end = self._read()
         if self._begin is None or end is None or end.total == self._begin.total:
             return None

@@ -259,7 +259,7 @@ class Drift:
         self._lasting_spread += (self.spread - self._lasting_spread) / self.LASTING
 
     def rest(self, seconds: float) -> None:
-        """No step ran for so long: what was learnt of late is less and less true."""
+        """Forgets recent errors: no step ran for so many seconds."""
         kept = math.exp(-seconds / self.IDLE)
         self.mean = self._lasting_mean + kept * (self.mean - self._lasting_mean)
         if self.spread > self._lasting_spread:

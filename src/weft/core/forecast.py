@@ -4,8 +4,9 @@ It walks the prompts in the order of service. Each is read at the pace that deco
 slows the prompts behind it. No running request is assumed to end before all of them must have, so the forecast errs on
 the late side.
 
-The cost model is asked for at most GROUPS paces, however long the queue: in a longer one, neighbours share a pace, the
-slowest that one of them would have. All else is arithmetic on arrays.
+The cost model is asked for about GROUPS paces, however long the queue: in a longer one, neighbours share a pace, the
+slowest that one of them would have. Where a group finds no room, its halves are asked about. All else is arithmetic on
+arrays.
 """
 
 import math
@@ -74,7 +75,7 @@ class Forecast(NamedTuple):
 
 
 def forecast(cost: CostModel, allowance: Allowance, load: StepLoad, rows: Rows, busy: float) -> Forecast:
-    """`busy` is the load of late, from 0 to 1: above QUIET a step is not cut short for any first token."""
+    """`busy` is the recent load, from 0 to 1: above QUIET a step is not cut short for every first token."""
     walk = _Walk(cost, allowance, load, rows, busy)
     count = len(rows.first)
     size = -(-count // GROUPS)

@@ -11,7 +11,7 @@ CONSTRAINED_STEPS = 2  # from one token of a constrained request to the next: it
 class Source(enum.IntEnum):
     """Who set a target."""
 
-    DEFAULT = 0  # nobody: it shapes order and step sizes, is never a reason to refuse, and gives way under load
+    DEFAULT = 0  # the default: it shapes order and step sizes, never refuses a request, and gives way under load
     OPERATOR = 1  # kept or refused; without a promise where even an idle machine could not keep it
     REQUEST = 2  # kept or refused
 

@@ -34,7 +34,7 @@ class Request:
     batch: bool = False  # makes no promise and fills the slack behind everybody else
     ttft_target: float = math.inf  # seconds from arrival to the first token
     gap_target: float = math.inf  # seconds between tokens
-    ttft_source: Source = Source.REQUEST  # who set the target: nobody is refused for a default
+    ttft_source: Source = Source.REQUEST  # who set the target; a default never refuses a request
     gap_source: Source = Source.REQUEST
     gap_wish: float = math.inf  # less than the target: given as far as it costs the others next to nothing
     reuse_prefix: bool = True  # False: compute every token, even where the cache has it (prompt logprobs)

@@ -31,7 +31,7 @@ TORCH_PAGE = 2 << 20  # bytes: torch takes a GPU's memory by multiples of them
 MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of books for each
 MOST_SPREAD = 0.15  # a margin to begin with; what the error really is will be learnt within some hundred steps
 CALIBRATION = 5.0  # seconds
-DEFAULT_GAP, DEFAULT_STEPS = 0.05, 2.0  # seconds, and decode steps: the larger is the gap target that nobody chose
+DEFAULT_GAP, DEFAULT_STEPS = 0.05, 2.0  # seconds, and decode steps: the larger is the default gap target
 DEFAULT_TTFT, DEFAULT_TTFT_PER_1K = 1.0, 0.25  # seconds, the second for every 1,000 tokens of the prompt
 LEAST_GAP = 1.5  # decode steps; with less there would be no room for any prefill
 
@@ -208,8 +208,8 @@ def _calibration(file: Path, executor: Executor, measuring: dict[str, Any]) -> C
 def _measure(executor: Executor, measuring: dict[str, Any], seconds: float) -> Calibration:
     slots = Slots.size_for(measuring["max_num_seqs"])
     if measuring["is_filled"]:
-        pool: Any = executor
-        pool.kv.fill()
+        on_gpu: Any = executor  # its KV cache can be filled within a second
+        on_gpu.kv.fill()
     with work_progress("calibrating", 1000, sys.stderr.isatty()) as advance:
 
         def show(share: float) -> None:
