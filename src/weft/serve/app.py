@@ -25,9 +25,10 @@ from weft.serve.gate import Gate, Keys, Limits, answer, read_body
 from weft.serve.infer import Call, Gone, Presence, finite, respond
 from weft.serve.messages import Facts
 from weft.serve.openapi import description
-from weft.serve.parsing import parse
+from weft.serve.parsing import QUICK, parse
 from weft.serve.responses import ResponsesBody
 from weft.serve.settings import ServeOptions
+from weft.serve.turns import Turns
 from weft.text.tokenizer import Tokenizer
 
 B = TypeVar("B")
@@ -50,6 +51,7 @@ class Server:
     draining: bool = False
     active: int = 0  # inference requests
     collector: Collector = field(default_factory=Collector)
+    turns: Turns = field(default_factory=Turns)
     quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and none is active
 
     def drain(self) -> None:
@@ -142,11 +144,9 @@ class Server:
         try:
             data = await read_body(scope, receive, int(self.options.max_body_mb * 1e6))
             there = Presence(receive)
-            body = await there.during(self._parse(data, kind))
-            self._check_model(body.model)  # type: ignore[attr-defined]
             salt = "" if self.options.share_prefix_cache else tenant
             caller = Caller(tenant, salt, wanted(headers), arrival, new_request_id(), len(data))
-            call = await there.during(check(body, caller, facts))
+            body, call = await there.during(self._read(data, kind, check, caller, facts))
             call.headers.append((b"x-request-id", scope["request_id"]))
             self.metrics.started()
             exchange = await respond(call, self.client, self.metrics, there, send)
@@ -166,6 +166,19 @@ class Server:
             self.limits.leave(tenant)
             if self.draining and not self.active:
                 self.quiet.set()
+
+    async def _read(
+        self,
+        data: bytes,
+        kind: type[B],
+        check: Callable[[B, Caller, Facts], Coroutine[Any, Any, Call]],
+        caller: Caller,
+        facts: Facts,
+    ) -> tuple[B, Call]:
+        await self.turns.wait()
+        body = await self._parse(data, kind)
+        self._check_model(body.model)  # type: ignore[attr-defined]
+        return body, await check(body, caller, facts)
 
     def _trace(self, done: RequestDone | None, call: Call, body: Any, scope: Scope) -> None:
         if self.tracer is None or done is None:
@@ -208,6 +221,8 @@ class Server:
 
     async def _parse(self, data: bytes, kind: type[B]) -> B:
         try:
+            if len(data) <= QUICK:
+                return parse(data, kind)
             return await self.desk.texts.aside(len(data), lambda: parse(data, kind))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise of_json(error) from None

@@ -249,7 +249,7 @@ class Desk:
             return await self._ids(prompt[-keeps:], add_special_tokens, facts, keeps)
         elif isinstance(prompt, list) and len(prompt) >= facts.max_model_len:
             raise _too_long(len(prompt), None, facts)  # before a million tokens are looked at
-        elif isinstance(prompt, list) and all(map(_is_number, prompt)):
+        elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # not bool, which is an int as well
             ids = prompt
         else:
             raise RequestError("prompt must be text, a list of token ids, or a list of either")

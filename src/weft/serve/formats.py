@@ -227,7 +227,7 @@ class CompletionFormat(_Base):
         self.prompt_logprobs = prompt_logprobs
         self.keeps = keeps or per_prompt
         self.generates = generates  # False: only the prompt was asked for, and what was sampled is not shown
-        self._is_plain = logprobs is None and not token_ids
+        self._is_plain = logprobs is None
         self._streamed: dict[int, int] = {}  # characters, by choice
         self._waiting: dict[int, list[tuple[int, TokenLogprobs]]] = {}  # until the text at these offsets is streamed
 
@@ -247,7 +247,8 @@ class CompletionFormat(_Base):
 
     def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
         if self._is_plain and not (extras or piece.reason):
-            return b"%s%d%s%s%s" % (self._head, choice.index, _TEXT, to_json(piece.text), _TEXT_END)
+            end = _TEXT_END if not self.token_ids else _TEXT_END_WITH_ID % piece.token
+            return b"%s%d%s%s%s" % (self._head, choice.index, _TEXT, to_json(piece.text), end)
         text = piece.text if self.generates else ""
         shown: Json = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": piece.reason}
         if self.logprobs is not None and self.generates:
@@ -355,6 +356,7 @@ class CompletionFormat(_Base):
 
 _TEXT = b',"text":'
 _TEXT_END = b',"logprobs":null,"finish_reason":null}]}\n\n'
+_TEXT_END_WITH_ID = b',"logprobs":null,"finish_reason":null,"token_ids":[%d]}]}\n\n'
 
 
 def _likelihood(choice: Choice) -> float:

@@ -18,6 +18,7 @@ from weft.serve.errors import ApiError
 
 T = TypeVar("T")
 LARGE = 1 << 17  # bytes of a body that are decoded in one call: a few milliseconds at most
+QUICK = 1 << 15  # bytes that are decoded in less time than another thread needs to begin
 PIECE = 1 << 14  # bytes of a list that are decoded in one call
 MOST_VALUES = 100_000  # in a large body, beside token ids: a chat of 30,000 messages has so many
 MOST_LISTS = 2048  # of token ids in one field
