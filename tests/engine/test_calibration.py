@@ -22,6 +22,7 @@ from weft.engine.calibration import (
     save_calibration,
 )
 from weft.engine.executor import StepInputs, StepMasks, StepResult
+from weft.engine.rehearsal import ACTS
 
 SLOW = Coefficients(fixed=2e-3, weights=3e-3, token=2e-4, pair=3e-8, slice=2e-4, decode=5e-5, context=1e-6)
 FAST = Coefficients(fixed=2e-3, weights=6e-3, token=2e-5, pair=8e-10, slice=2e-5, decode=1e-5, context=3e-8)
@@ -140,16 +141,19 @@ class PreparedAhead:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.idle = True
+        self.in_flight = 0
+        self.waits = 0  # steps for which the device waited
 
     def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Pending:
-        self.device.now += 5e-3 if self.idle else 0.0
-        waited = 5e-3 if self.idle else 0.0
+        waited = 0.0 if self.in_flight else 5e-3
+        self.waits += not self.in_flight
+        self.device.now += waited
         result = self.device.submit(plan, inputs).result()
-        self.idle = False
+        self.in_flight += 1
+        assert self.in_flight <= 2
 
         def take() -> StepResult:
-            self.idle = True
+            self.in_flight -= 1
             return replace(result, started=result.started - waited)
 
         return Pending(take)
@@ -159,7 +163,10 @@ class PreparedAhead:
 
 
 def test_where_steps_are_prepared_ahead_the_host_costs_nothing() -> None:
-    found = calibrate(PreparedAhead(Device(FAST, LIMITS, noise=0.01)), **LIMITS, device="", ahead=True)
+    device = PreparedAhead(Device(FAST, LIMITS, noise=0.01))
+    found = calibrate(device, **LIMITS, device="", ahead=True)
+    assert device.waits == 1 + len(ACTS), "but for the beginnings, the device is to be as busy as it is in service"
+    assert device.in_flight == 0
     alone = calibrate(PreparedAhead(Device(FAST, LIMITS, noise=0.01)), **LIMITS, device="")
     for shape in SHAPES:
         assert found.coefficients.predict(shape) == pytest.approx(FAST.predict(shape), rel=0.06)

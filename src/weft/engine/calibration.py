@@ -1,7 +1,8 @@
 """Calibration: a few seconds of real steps on the real executor, and the cost model's coefficients that explain them.
 
 First it grows steps in every direction until they cost too much, then it draws mixtures at random within that reach,
-then it repeats them all in random order while time lasts. What is known of the cost model's error comes from steps that
+then it repeats them all in random order while time lasts. On a GPU, requests are served for a while after that (see
+rehearsal.py), and their steps count as much. What is known of the cost model's error comes from steps that
 the coefficients at hand were not fitted to.
 """
 
@@ -13,6 +14,7 @@ import platform
 import re
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -25,15 +27,17 @@ from numpy.typing import NDArray
 
 from weft.core import BlockUpdates, Coefficients, StepPlan, StepShape
 from weft.core.cost import fit, slice_pairs, slice_reach
-from weft.engine.executor import Executor, SlotSetup, StepInputs
+from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, StepResult
 from weft.engine.params import SamplingParams
+from weft.engine.rehearsal import Step, rehearse
 from weft.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 5  # of the file; another one is measured anew
-STEP_SHARE = 0.1  # of the measuring time: no step is meant to take more
+FORMAT = 6  # of the file; another one is measured anew
+STEP_SHARE = 0.1  # of the measuring time: no step is meant to take more,
+MIX_SHARE = 0.02  # and no mixture: a slow device is to be measured with many of them all the same
 CLIMB_SHARES = (0.18, 0.3, 0.36, 0.45)  # of the measuring time: when each of the ladders must be done
 EXPLORE_SHARE = 0.65  # of the measuring time: these and the mixtures; what is left repeats
 MOST_SHAPES = 96  # different ones; more would leave no time to repeat them on a slow device
@@ -43,6 +47,8 @@ NOISY = 0.15  # median error or spread above which the machine did something els
 FOLDS = 4  # each shape is held out once, with a quarter of the others
 LADDER_CONTEXT = 256  # tokens behind the decodes of a growing batch
 LADDER_SLICE = 16  # tokens of a slice behind a growing context
+REHEARSAL = 1.0  # of the measuring time, added to it: steps as in service, where steps are prepared ahead
+HEATING = 0.03  # seconds that a step between two measured ones may take, where the device is kept busy
 
 
 @dataclass(frozen=True)
@@ -108,8 +114,9 @@ def calibrate(
 ) -> Calibration:
     """Measures for about `seconds`, after a warm-up. The executor must be idle, and its KV cache hold nothing of worth.
 
-    `ahead` says that the executor prepares a step while the one before runs, so that the host's part of it takes no
-    time in service, and must take none here; `is_filled`, that all blocks of the KV cache hold numbers, so that every
+    `ahead` says that the executor prepares a step while the one before runs. Then the device is kept busy all the time,
+    as it is under load: the host's part of a step takes no time, and a device that has reached its power limit runs
+    more slowly (an H200 by 5 to 9%); `is_filled`, that all blocks of the KV cache hold numbers, so that every
     row can read a context of its own (what rows share comes from the device's caches, as it does not in service);
     `grain` and `wave`, in which lumps it works (see `Coefficients`).
     `progress` is called with the share of the time that is gone. Afterwards
@@ -126,7 +133,13 @@ def calibrate(
     survey = _Survey(_Rig(executor, bounds, vocab_size, ahead, is_filled), grain, wave, seconds, progress)
     survey.explore()
     survey.repeat()
-    return survey.conclude(device)
+    survey.rig.finish()
+    served: list[Step] = []
+    if ahead:
+        limits = {"num_blocks": num_blocks, "block_size": block_size, "max_model_len": max_model_len}
+        limits |= {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+        served = rehearse(executor, **limits, vocab_size=vocab_size, wave=wave, seconds=REHEARSAL * seconds)
+    return survey.conclude(device, served)
 
 
 def calibration_file(
@@ -283,7 +296,7 @@ class _Mix(NamedTuple):
 
 
 class _Rig:
-    """Runs mixes, one at a time. Keeps track of the KV cache, so that nothing is read that nobody wrote.
+    """Runs mixes, one after the other. Keeps track of the KV cache, so that nothing is read that nobody wrote.
 
     Values do not matter, only that they are numbers: a row's context is any blocks that were written, different ones
     as far as there are, because what many rows share would come from the device's caches.
@@ -295,6 +308,9 @@ class _Rig:
         self.ahead = ahead
         self.now = 0.0  # seconds on the executor's clock: the end of the last step
         self.submits: tuple[list[float], list[float]] = ([], [])  # seconds of submitting, without and with slices
+        self.heater = _Mix(slices=((0, 1),))  # what runs between two measured steps to keep the device busy
+        self.heating = 0.0  # seconds that it takes
+        self._in_flight: deque[PendingStep] = deque()
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(0)
         self._steps = 0
@@ -320,7 +336,22 @@ class _Rig:
         self.run(_Mix(decodes=(0,)))
 
     def run(self, mix: _Mix, setups: Sequence[SlotSetup] = ()) -> float:
-        """Seconds of a step."""
+        """Seconds of a step. Where steps are prepared ahead, another one runs before and after it: while this mix is
+        made ready, and while the next one is."""
+        self._submit(mix, setups)
+        if self.ahead:
+            if len(self._in_flight) > 1:
+                self._take()  # what ran before it
+            self._submit(self.heater)
+        result = self._take()
+        return result.finished - result.started
+
+    def finish(self) -> None:
+        """Afterwards nothing is in flight."""
+        while self._in_flight:
+            self._take()
+
+    def _submit(self, mix: _Mix, setups: Sequence[SlotSetup] = ()) -> None:
         first = np.array([*mix.decodes, *(first for first, _ in mix.slices)], np.int64)
         count = np.array([*(1 for _ in mix.decodes), *(count for _, count in mix.slices)], np.int64)
         decodes = len(mix.decodes)
@@ -345,15 +376,14 @@ class _Rig:
         )
         tokens = self._random.integers(self._vocab_size, size=int(count[decodes:].sum()), dtype=np.int32)
         started = time.perf_counter()
-        pending = self.executor.submit(plan, StepInputs(tokens, list(setups)))
-        if self.ahead:  # the same once more, which is prepared while this one runs
-            started = time.perf_counter()
-            pending = self.executor.submit(plan, StepInputs(tokens, []))
-        self.submits[bool(mix.slices)].append(time.perf_counter() - started)
-        result = pending.result()
+        self._in_flight.append(self.executor.submit(plan, StepInputs(tokens, list(setups))))
+        self.submits[plan.shape.slices > 0].append(time.perf_counter() - started)
         self._readable = self._written_to_their_end()
+
+    def _take(self) -> StepResult:
+        result = self._in_flight.popleft().result()
         self.now = result.finished
-        return result.finished - result.started
+        return result
 
     def _place(self, slot: int, first: int, count: int, decodes: bool) -> NDArray[np.int64]:
         """Gives a row its blocks; returns the table's new entries as rows of slots, columns and blocks."""
@@ -431,15 +461,18 @@ class _Survey:
 
     def repeat(self) -> None:
         """All again in random order while time is left: sooner what was measured less, and cheap ones more often."""
-        while mixes := [mix for mix, median in self.median.items() if self.spent + median <= self.seconds]:
+        until = self.seconds - self.rig.heating
+        while mixes := [mix for mix, median in self.median.items() if self.spent + median <= until]:
             weights = np.array([self.median[mix] ** -0.5 * len(self.found[mix]) ** -3.0 for mix in mixes])
             self._measure(mixes[self._random.choice(len(mixes), p=weights / weights.sum())])
 
-    def conclude(self, device: str) -> Calibration:
-        mixes = list(self.found)
-        shapes = [mix.shape(self.wave) for mix in mixes]
-        medians = list(self.median.values())
-        errors = self._held_out_errors(shapes, medians)
+    def conclude(self, device: str, served: Sequence[Step] = ()) -> Calibration:
+        """`served` steps count as well, as many as there are different mixes."""
+        chosen = self._random.permutation(len(served))[: len(self.found)].tolist()
+        shapes = [mix.shape(self.wave) for mix in self.found] + [served[i].shape for i in chosen]
+        medians = [*self.median.values(), *(served[i].seconds for i in chosen)]
+        measured = [*self.found.values(), *([served[i].seconds] for i in chosen)]
+        errors = self._held_out_errors(shapes, medians, measured)
         mean, spread = _without_hiccups(errors)
         relative = np.abs(np.expm1(errors))
         return Calibration(
@@ -448,7 +481,7 @@ class _Survey:
             spread=spread,
             error_p50=float(np.quantile(relative, 0.5)),
             error_p99=float(np.quantile(relative, 0.99)),
-            steps=sum(map(len, self.found.values())),
+            steps=sum(map(len, measured)),
             largest=max(shape.tokens for shape in shapes),
             device=device,
             submit=float(np.median(self.rig.submits[0] or [0.0])),
@@ -458,10 +491,11 @@ class _Survey:
     def _fit(self, shapes: list[StepShape], medians: list[float]) -> Coefficients:
         return fit(shapes, medians, self.grain, self.wave)
 
-    def _held_out_errors(self, shapes: list[StepShape], medians: list[float]) -> NDArray[np.float64]:
+    def _held_out_errors(
+        self, shapes: list[StepShape], medians: list[float], measured: list[list[float]]
+    ) -> NDArray[np.float64]:
         """log(measured / predicted) of every step, predicted by a fit to the shapes of the other folds."""
         fold = self._random.permutation(len(shapes)) % FOLDS
-        measured = list(self.found.values())
         errors: list[float] = []
         for held_out in range(min(FOLDS, len(shapes))):
             known = np.flatnonzero(fold != held_out).tolist()
@@ -485,7 +519,7 @@ class _Survey:
     def _draw(self, ranges: "_Ranges") -> _Mix | None:
         """A new mix that is not expected to take too long, or the cheapest of many; None where nothing new is left."""
         coefficients = self._fit([mix.shape(self.wave) for mix in self.median], list(self.median.values()))
-        most = self.seconds * STEP_SHARE / 2  # expected; the truth may be higher
+        most = self.seconds * MIX_SHARE  # expected; the truth may be higher
         cheapest: tuple[float, _Mix] | None = None
         for _ in range(200):
             mix = ranges.draw(self._random)
@@ -503,6 +537,8 @@ class _Survey:
         found = self.found.setdefault(mix, [])
         found.append(seconds)
         self.median[mix] = sorted(found)[(len(found) - 1) // 2]  # of two the lower: hiccups only ever take longer
+        if self.rig.ahead and not mix.decodes and self.rig.heating < seconds <= HEATING:
+            self.rig.heater, self.rig.heating = mix, seconds
         self.progress(min(1.0, self.spent / self.seconds))
         return seconds
 
@@ -528,7 +564,7 @@ def _ladders(bounds: _Bounds) -> list[tuple[int, int, Callable[[int], _Mix]]]:
 
 
 class _Ranges(NamedTuple):
-    """What mixes are drawn from, everything evenly on a logarithmic scale."""
+    """What mixes are drawn from: contexts evenly on a logarithmic scale, rows and tokens as a busy server has them."""
 
     bounds: _Bounds
     slice_tokens: int
@@ -537,21 +573,23 @@ class _Ranges(NamedTuple):
     slice_context: int
 
     def draw(self, random: np.random.Generator) -> _Mix:
-        kind = random.integers(5)  # 0: decodes, 1: one slice, 2: several slices, 3 and 4: decodes and slices
+        kind = random.integers(8)  # up to 2: decodes, 3: one slice, 4: several slices, above: decodes and slices
         decodes: tuple[int, ...] = ()
         slices: tuple[tuple[int, int], ...] = ()
-        if kind != 1 and kind != 2:
-            typical = _log_uniform(random, 8, self.context)
-            spread = random.uniform(0.5, 1.5, _log_uniform(random, 1, self.decodes))
+        if kind not in (3, 4):
+            typical = _log_uniform(random, 32, self.context)
+            spread = random.uniform(0.5, 1.5, _mostly_large(random, self.decodes))
             decodes = tuple(self.bounds.whole(share * typical) for share in spread)
-        if kind != 0:
-            number = 1 + (_log_uniform(random, 1, 8) if kind == 2 else int(kind == 4))
-            tokens = 2 * self.slice_tokens
-            slices = tuple(
-                (self.bounds.whole(_log_uniform(random, 8, self.slice_context)), _log_uniform(random, 4, tokens))
-                for _ in range(number)
-            )
+        if kind > 2:
+            number = 1 + (_log_uniform(random, 1, 8) if kind == 4 else int(kind == 7))
+            behind = [self.bounds.whole(_log_uniform(random, 8, self.slice_context)) for _ in range(number)]
+            slices = tuple((first, _mostly_large(random, self.slice_tokens)) for first in behind)
         return _Mix(decodes, slices)
+
+
+def _mostly_large(random: np.random.Generator, high: int) -> int:
+    """A whole number from 1 to high, half of the time above a quarter of it."""
+    return 1 + int((high - 1) * random.uniform() ** 2)
 
 
 def _log_uniform(random: np.random.Generator, low: int, high: int) -> int:

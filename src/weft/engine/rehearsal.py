@@ -1,0 +1,94 @@
+"""Rehearsal: requests that come and go on the real loop, so that steps are measured as they will be in service.
+
+Steps in service differ from those of a survey: prompts of many lengths fill them up, one follows the other without a
+pause, and what is computed is not always the same. A device at its power limit takes longer for all of that.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.core import Scheduler, StepRecord, StepShape, chunked
+from weft.engine.executor import Executor
+from weft.engine.hashing import root_hash
+from weft.engine.loop import Loop
+from weft.engine.params import SamplingParams
+from weft.engine.stream import Stream
+
+PROMPT_SPREAD = 1.0  # standard deviation of the logarithm of a prompt's tokens
+MOST_OUTPUT = 120  # tokens
+FIRST = 4  # steps of an act that are left out: before the first, the device did nothing
+
+
+class Act(NamedTuple):
+    """How busy a part of the rehearsal is."""
+
+    streams: int  # at once
+    tokens: int  # a step
+    prompt: int  # tokens, in the median: such that all streams are soon under way
+
+
+ACTS = (Act(6, 1024, 800), Act(20, 768, 500), Act(48, 640, 300), Act(96, 512, 200), Act(160, 768, 120))
+
+
+class Step(NamedTuple):
+    shape: StepShape
+    seconds: float
+
+
+def rehearse(
+    executor: Executor,
+    *,
+    max_num_seqs: int,
+    num_blocks: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    vocab_size: int,
+    wave: int,
+    seconds: float,
+) -> list[Step]:
+    """Steps of about `seconds` of service. The executor must be idle, and is afterwards."""
+    random = np.random.default_rng(2)
+    found: list[Step] = []
+    for number, act in enumerate(ACTS):
+        if number and act.streams > max_num_seqs:
+            break
+        records: list[StepRecord] = []
+        scheduler = Scheduler(
+            policy=chunked(min(act.tokens, max_num_batched_tokens)),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=False,
+            wave=wave,
+        )
+        loop = Loop(scheduler, executor, on_record=records.append)
+        opened = 0
+        while not records or records[-1].finished - records[0].started < seconds / len(ACTS):
+            while len(loop.streams) < min(act.streams, max_num_seqs):
+                loop.add(_stream(opened, act.prompt, max_model_len, vocab_size, random))
+                opened += 1
+            loop.step()
+        for stream in list(loop.streams.values()):
+            loop.abort(stream)
+        loop.drain()
+        found += [Step(record.shape, record.finished - record.started) for record in records[FIRST:]]
+    return found
+
+
+def _stream(number: int, usual: int, max_model_len: int, vocab_size: int, random: np.random.Generator) -> Stream:
+    output = int(random.integers(1, 1 + min(MOST_OUTPUT, max(1, max_model_len // 4))))
+    length = int(random.lognormal(np.log(usual), PROMPT_SPREAD))
+    prompt = random.integers(vocab_size, size=max(1, min(length, max_model_len - output)), dtype=np.int32)
+    return Stream.open(
+        f"{number:09d}",
+        prompt,
+        SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True),
+        seed=0,
+        max_tokens=output,
+        eos_ids=(),
+        root=root_hash(),
+        hashes=[],
+        arrival=0.0,
+    )
