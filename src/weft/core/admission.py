@@ -14,7 +14,7 @@ from weft.core.forecast import Array, Forecast, Prefill, Rows, forecast
 from weft.core.request import Request
 
 MEMORY = 10.0  # seconds over which the load is averaged
-MOST_LOAD = 0.85  # more than this is not believed
+MOST_LOAD = 0.6  # more than this is not believed
 SURELY = 4.0  # times its work: a prompt that is given so long is read in time by an idle machine
 HOPE = 2.0  # times as fast as of late memory may come free; who would be late even so is hopeless
 

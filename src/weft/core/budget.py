@@ -10,7 +10,7 @@ LEAST_SLICE = 16  # tokens
 HARMLESS = 0.95  # of the pace of prefill: what is left of it if a wish for a smaller gap is to be granted
 BATCH_SHARE = 0.5  # of the tightest gap: most that a decode step may take for the batch class to be in it
 YIELDS = 0.8  # of `chunked`'s pace of prefill: a default gap target gives way where it would leave less
-JITTER = 0.4  # of the time that handing out a step's tokens takes: how much later than the others one may come
+JITTER = 0.5  # of the time that handing out a step's tokens takes: how much later than the others one may come
 STARVED = 0.25  # of the same: where a promised gap leaves less, the operator is told
 
 
