@@ -1,6 +1,7 @@
 """A burst of requests is read one at a time, and what else the event loop has to do comes in between."""
 
 import asyncio
+from itertools import pairwise
 
 from weft.serve.turns import Turns
 
@@ -24,7 +25,7 @@ def test_other_work_gets_on_between_the_turns_of_a_burst() -> None:
     asyncio.run(main())
     reads = [place for place, entry in enumerate(log) if entry.startswith("read")]
     assert [log[place] for place in reads] == [f"read {number}" for number in range(8)]
-    assert all(later - earlier > 1 for earlier, later in zip(reads, reads[1:], strict=False)), log
+    assert all(later - earlier > 1 for earlier, later in pairwise(reads)), log
 
 
 def test_a_client_that_leaves_does_not_keep_the_others_waiting() -> None:
