@@ -14,6 +14,7 @@ from weft import LLM, EngineError, SamplingParams
 from weft.core import Coefficients, StepPlan, StepShape
 from weft.engine.calibration import (
     FORMAT,
+    REHEARSAL,
     Calibration,
     calibrate,
     calibration_file,
@@ -77,7 +78,7 @@ class Device:
         self.shapes: list[StepShape] = []
 
     def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Pending:
-        assert self.in_flight == 0
+        assert self.in_flight < 2
         self.in_flight += 1
         return Pending(lambda: self.run(plan, inputs))
 
@@ -167,19 +168,35 @@ def test_where_steps_are_prepared_ahead_the_host_costs_nothing() -> None:
     found = calibrate(device, **LIMITS, device="", ahead=True)
     assert device.waits == 1 + len(ACTS), "but for the beginnings, the device is to be as busy as it is in service"
     assert device.in_flight == 0
-    alone = calibrate(PreparedAhead(Device(FAST, LIMITS, noise=0.01)), **LIMITS, device="")
     for shape in SHAPES:
         assert found.coefficients.predict(shape) == pytest.approx(FAST.predict(shape), rel=0.06)
-        assert alone.coefficients.predict(shape) > FAST.predict(shape) + 4e-3
+
+
+class Contended(Device):
+    """Takes longer for a step while the next one is planned, as two cores do that have both to do."""
+
+    def run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+        is_served = self.in_flight > 1
+        result = super().run(plan, inputs)
+        if is_served:
+            self.now += 0.25 * (result.finished - result.started)
+        return replace(result, finished=self.now)
+
+
+def test_steps_are_expected_to_take_what_they_take_in_service() -> None:
+    found = calibrate(Contended(SLOW, LIMITS, noise=0.02), **LIMITS, device="")
+    for shape in SHAPES:
+        assert found.coefficients.predict(shape) == pytest.approx(1.25 * SLOW.predict(shape), rel=0.06)
+    assert found.error_p50 < 0.05
 
 
 def test_it_keeps_to_its_time_and_mixes_decodes_with_slices() -> None:
     device = Device(SLOW, LIMITS, noise=0.03)
     shares: list[float] = []
     found = calibrate(device, **LIMITS, device="", seconds=3.0, progress=shares.append)
-    assert 2.7 < device.now - 100 < 3.3
+    assert 2.7 < device.now - 100 - REHEARSAL * 3.0 < 3.6
     assert device.in_flight == 0
-    assert found.steps == len(shares)
+    assert len(shares) < found.steps <= len(device.shapes)
     assert found.largest == max(shape.tokens for shape in device.shapes)
     assert shares == sorted(shares)
     assert shares[-1] <= 1

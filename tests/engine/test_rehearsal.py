@@ -9,9 +9,9 @@ from weft.engine.rehearsal import ACTS, rehearse
 def test_steps_of_a_rehearsal_are_those_of_service() -> None:
     device = PreparedAhead(Device(FAST, LIMITS))
     limits = {name: value for name, value in LIMITS.items() if name != "slots"}
-    found = rehearse(device, **limits, wave=0, seconds=2.0)
+    found = rehearse(device, **limits, wave=0, speed=40_000.0, seconds=5.0)
     assert device.in_flight == 0
-    assert 2.0 <= device.device.now - 100 < 2.0 + len(ACTS)
+    assert 5.0 <= device.device.now - 100 < 5.5
     for shape, seconds in found:
         assert seconds == pytest.approx(FAST.predict(shape), rel=1e-6)
     decodes = [shape for shape, _ in found if not shape.slices]
@@ -25,6 +25,6 @@ def test_small_engines_are_rehearsed_within_their_limits() -> None:
     limits = LIMITS | {"max_num_seqs": 4, "slots": 8, "num_blocks": 64, "max_model_len": 128}
     device = PreparedAhead(Device(FAST, limits))
     given = {name: value for name, value in limits.items() if name != "slots"}
-    found = rehearse(device, **given, wave=0, seconds=0.5)
+    found = rehearse(device, **given, wave=0, speed=100.0, seconds=0.5)
     assert found
     assert device.in_flight == 0

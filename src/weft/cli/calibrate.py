@@ -48,7 +48,13 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help="time to measure for (default: 5)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="time to measure single steps for, and as long again for a rehearsal of service (default: 5)",
+    )
     parser.add_argument("--shape", metavar="S", help=f"{SHAPE_HELP}, instead of MODEL, with random weights")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as a JSON object")
     parser.add_argument(

@@ -1,8 +1,8 @@
 """Calibration: a few seconds of real steps on the real executor, and the cost model's coefficients that explain them.
 
 First it grows steps in every direction until they cost too much, then it draws mixtures at random within that reach,
-then it repeats them all in random order while time lasts. On a GPU, requests are served for a while after that (see
-rehearsal.py), and their steps count as much. What is known of the cost model's error comes from steps that
+then it repeats them all in random order while time lasts. Then requests are served for a while (see rehearsal.py), and
+their steps count as much. What is known of the cost model's error comes from steps that
 the coefficients at hand were not fitted to.
 """
 
@@ -47,7 +47,7 @@ NOISY = 0.15  # median error or spread above which the machine did something els
 FOLDS = 4  # each shape is held out once, with a quarter of the others
 LADDER_CONTEXT = 256  # tokens behind the decodes of a growing batch
 LADDER_SLICE = 16  # tokens of a slice behind a growing context
-REHEARSAL = 1.0  # of the measuring time, added to it: steps as in service, where steps are prepared ahead
+REHEARSAL = 1.0  # of the measuring time, added to it: steps as in service
 HEATING = 0.03  # seconds that a step between two measured ones may take, where the device is kept busy
 
 
@@ -134,11 +134,18 @@ def calibrate(
     survey.explore()
     survey.repeat()
     survey.rig.finish()
-    served: list[Step] = []
-    if ahead:
-        limits = {"num_blocks": num_blocks, "block_size": block_size, "max_model_len": max_model_len}
-        limits |= {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        served = rehearse(executor, **limits, vocab_size=vocab_size, wave=wave, seconds=REHEARSAL * seconds)
+    served = rehearse(
+        executor,
+        max_num_seqs=min(max_num_seqs, bounds.rows),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        vocab_size=vocab_size,
+        wave=wave,
+        speed=survey.prefill_speed(),
+        seconds=REHEARSAL * seconds,
+    )
     return survey.conclude(device, served)
 
 
@@ -466,12 +473,25 @@ class _Survey:
             weights = np.array([self.median[mix] ** -0.5 * len(self.found[mix]) ** -3.0 for mix in mixes])
             self._measure(mixes[self._random.choice(len(mixes), p=weights / weights.sum())])
 
-    def conclude(self, device: str, served: Sequence[Step] = ()) -> Calibration:
-        """`served` steps count as well, as many as there are different mixes."""
-        chosen = self._random.permutation(len(served))[: len(self.found)].tolist()
-        shapes = [mix.shape(self.wave) for mix in self.found] + [served[i].shape for i in chosen]
-        medians = [*self.median.values(), *(served[i].seconds for i in chosen)]
-        measured = [*self.found.values(), *([served[i].seconds] for i in chosen)]
+    def prefill_speed(self) -> float:
+        """Tokens of prompts in a second, by the largest slice that was measured alone."""
+        alone = [
+            (mix.tokens, seconds) for mix, seconds in self.median.items() if not mix.decodes and len(mix.slices) == 1
+        ]
+        tokens, seconds = max(alone)
+        return tokens / seconds
+
+    def conclude(self, device: str, served: Sequence[Step]) -> Calibration:
+        """Of `served` steps, as many count as there are different mixes. They also tell how much longer than in the
+        survey steps take in service; what was measured in the survey is taken for so much longer."""
+        shapes = [mix.shape(self.wave) for mix in self.found]
+        alone = self._fit(shapes, list(self.median.values()))
+        factor = float(np.median([seconds / alone.predict(shape) for shape, seconds in served] or [1.0]))
+        chosen = [served[i] for i in self._random.permutation(len(served))[: len(shapes)].tolist()]
+        shapes += [step.shape for step in chosen]
+        medians = [*(factor * seconds for seconds in self.median.values()), *(step.seconds for step in chosen)]
+        measured = [[factor * one for one in found] for found in self.found.values()]
+        measured += [[step.seconds] for step in chosen]
         errors = self._held_out_errors(shapes, medians, measured)
         mean, spread = _without_hiccups(errors)
         relative = np.abs(np.expm1(errors))

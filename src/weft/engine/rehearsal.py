@@ -1,7 +1,7 @@
 """Rehearsal: requests that come and go on the real loop, so that steps are measured as they will be in service.
 
-Steps in service differ from those of a survey: prompts of many lengths fill them up, one follows the other without a
-pause, and what is computed is not always the same. A device at its power limit takes longer for all of that.
+Steps in service take longer than the same steps of a survey, which are run one by one: on a CPU the next one is planned
+meanwhile, on the same cores (15 to 25% on two of them); a GPU reaches its power limit.
 """
 
 from typing import NamedTuple
@@ -17,6 +17,8 @@ from weft.engine.stream import Stream
 
 PROMPT_SPREAD = 1.0  # standard deviation of the logarithm of a prompt's tokens
 MOST_OUTPUT = 120  # tokens
+SHORTEST = 16  # tokens of a usual prompt: with less, an act is left out
+STARTING = 1 / 3  # of an act: how long its first prompts may take
 FIRST = 4  # steps of an act that are left out: before the first, the device did nothing
 
 
@@ -25,10 +27,17 @@ class Act(NamedTuple):
 
     streams: int  # at once
     tokens: int  # a step
-    prompt: int  # tokens, in the median: such that all streams are soon under way
+    prompt: int  # tokens, in the median; less on a slow device, such that all streams are soon under way
 
 
-ACTS = (Act(6, 1024, 800), Act(20, 768, 500), Act(48, 640, 300), Act(96, 512, 200), Act(160, 768, 120))
+ACTS = (
+    Act(3, 512, 800),
+    Act(8, 1024, 800),
+    Act(20, 768, 500),
+    Act(48, 640, 300),
+    Act(96, 512, 200),
+    Act(160, 768, 120),
+)
 
 
 class Step(NamedTuple):
@@ -46,14 +55,17 @@ def rehearse(
     max_num_batched_tokens: int,
     vocab_size: int,
     wave: int,
+    speed: float,
     seconds: float,
 ) -> list[Step]:
-    """Steps of about `seconds` of service. The executor must be idle, and is afterwards."""
+    """Steps of about `seconds` of service. The executor must be idle, and is afterwards. `speed` says about how many
+    tokens of prompts it reads in a second."""
     random = np.random.default_rng(2)
     found: list[Step] = []
-    for number, act in enumerate(ACTS):
-        if number and act.streams > max_num_seqs:
-            break
+    tokens = speed * STARTING * seconds / len(ACTS) / np.exp(PROMPT_SPREAD**2 / 2)  # of all first prompts
+    acts = [act._replace(prompt=min(act.prompt, int(tokens / act.streams))) for act in ACTS]
+    acts = [act for act in acts if act.streams <= max_num_seqs and act.prompt >= SHORTEST]
+    for act in acts or [Act(1, max_num_batched_tokens, SHORTEST)]:
         records: list[StepRecord] = []
         scheduler = Scheduler(
             policy=chunked(min(act.tokens, max_num_batched_tokens)),
@@ -65,8 +77,8 @@ def rehearse(
         )
         loop = Loop(scheduler, executor, on_record=records.append)
         opened = 0
-        while not records or records[-1].finished - records[0].started < seconds / len(ACTS):
-            while len(loop.streams) < min(act.streams, max_num_seqs):
+        while not records or records[-1].finished - records[0].started < seconds / max(1, len(acts)):
+            while len(loop.streams) < act.streams:
                 loop.add(_stream(opened, act.prompt, max_model_len, vocab_size, random))
                 opened += 1
             loop.step()
