@@ -1,13 +1,14 @@
 """Connection: uvicorn's HTTP protocol with bounds on what a client may do before anybody knows who it is.
 
-Heads are bounded in size and time, readers that stop reading are given up, pipelined requests are not taken, and offers
-to speak another protocol are ignored.
+Heads are bounded in size and time, and so is what surrounds the pieces of a chunked body: trailers (which are dropped)
+and extensions. Readers that stop reading are given up, and pipelined requests are not taken. Upgrades are refused, but
+for an offer of HTTP/2 (h2c) beside an ordinary request, which some clients always make: it is ignored.
 """
 
 import asyncio
-import re
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weft.serve.errors import ApiError
@@ -16,7 +17,9 @@ from weft.serve.formats import to_json
 MOST_HEAD = 1 << 18  # bytes of a request line with its headers
 HEAD_TIMEOUT = 30.0  # seconds that these may take
 WRITE_TIMEOUT = 60.0  # seconds that a client may leave a full buffer unread
-_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+MOST_AROUND = 1 << 16  # bytes around the pieces of a chunked body,
+AROUND_BYTE = 16  # and more for each byte in them: a piece of one byte has six around it
+NO_UPGRADES = "this server speaks HTTP/1.1 alone: send the request without an upgrade to another protocol"
 
 
 class Connection(HttpToolsProtocol):
@@ -27,6 +30,7 @@ class Connection(HttpToolsProtocol):
         self._stuck: asyncio.TimerHandle | None = None
         self._late: asyncio.TimerHandle | None = None
         self._ignoring = False
+        self._read = self._body = 0  # bytes since the head, with and without what is around the pieces of a body
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -36,20 +40,57 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head and b"pgrade" in data:
-            data = _UPGRADE.sub(b"", data, count=1)  # as if it had not been offered
-        super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
+        self._unset_keepalive_if_required()
+        was_in_head = self._in_head
+        try:
+            self._feed(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self.send_400_response("the request is not valid HTTP")
+        if self.transport.is_closing():
+            return
+        if self._in_head:
             self._head += len(data)
             if self._head > MOST_HEAD:
                 self.send_400_response(f"the head of the request has more than {MOST_HEAD} bytes")
+        elif not was_in_head:
+            self._read += len(data)
+            if self._read - self._body > MOST_AROUND + AROUND_BYTE * self._body:
+                self.send_400_response("the body has too many trailers or extensions of its chunks")
+
+    def _feed(self, data: bytes) -> None:
+        """The parser stops behind a head with an upgrade, whatever the head says of a body."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            head = self._head_without_offer()
+            if head is None:
+                self.send_400_response(NO_UPGRADES)
+                return
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(head + data[stop.args[0] :])
+
+    def _head_without_offer(self) -> bytes | None:
+        """The head that was just read, as if h2c had not been offered; None where something else was."""
+        offers = [value for name, value in self.headers if name == b"upgrade"]
+        if self.parser.get_method() == b"CONNECT" or [offer.lower() for offer in offers] != [b"h2c"]:
+            return None
+        lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        first = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        return b"\r\n".join([first, *lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._expect_head()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else it is a trailer
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._in_head = False
+        self._read = self._body = 0
         if self._late is not None:
             self._late.cancel()
         if self.cycle is not None and not self.cycle.response_complete:
@@ -60,11 +101,12 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._body += len(body)
         if not self._ignoring:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._ignoring:
+        if not self._ignoring and not self.parser.should_upgrade():
             super().on_message_complete()
 
     def pause_writing(self) -> None:
@@ -79,6 +121,10 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
+        """Hangs up; says why, unless another answer is on its way."""
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()
+            return
         body = to_json(ApiError(400, msg).body)
         head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
