@@ -9,10 +9,12 @@ request ends with what it has.
 
 import functools
 import json
+import math
 import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -28,6 +30,8 @@ MAX_TEXT = 100_000  # characters of a schema, a regex or all choices
 WHITE_SPACE_FACTOR = 10  # a schema that is given as text may be so much longer, if it is indented
 MAX_GRAMMAR = 20_000  # characters of a grammar, whose first step may take time that grows with its square
 MAX_GBNF_RULES = 500  # the conversion to Lark, too, may take time that grows with their square
+MAX_MULTIPLE = 10_000  # digits of multipleOf as a whole number, without trailing zeros: as many states are built
+MAX_PATTERNS = 100  # of patternProperties in one object: each is told apart from all others
 REHEARSAL = 128  # tokens tried before a grammar is taken
 CACHED = 64  # forms remembered as good
 STACK = 256 << 20  # bytes; the longest chain of references that fits MAX_TEXT takes about a quarter of it
@@ -164,6 +168,31 @@ def _is_longer(structure: StructuredOutputs, limit: int) -> bool:
     return size > limit
 
 
+def _check_counts(schema: object) -> None:
+    """Numbers and counts that a few bytes can hold and that the work grows with."""
+    waiting = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        if not isinstance(value, dict):
+            continue
+        waiting += value.values()
+        step = value.get("multipleOf")
+        if isinstance(step, int | float) and not isinstance(step, bool) and math.isfinite(step):
+            digits = int("".join(map(str, Decimal(str(step)).normalize().as_tuple().digits)))
+            if digits > MAX_MULTIPLE:
+                raise _refusal(
+                    "json",
+                    f"multipleOf {step} is {digits} without zeros at its end, and at most {MAX_MULTIPLE} is allowed",
+                )
+        patterns = value.get("patternProperties")
+        if isinstance(patterns, dict) and len(patterns) > MAX_PATTERNS:
+            raise _refusal(
+                "json", f"patternProperties has {len(patterns)} patterns, and at most {MAX_PATTERNS} are allowed"
+            )
+
+
 def _source(structure: StructuredOutputs) -> str:
     """What is given, as text."""
     if structure.json_object:
@@ -172,6 +201,7 @@ def _source(structure: StructuredOutputs) -> str:
         try:
             # Parsed in any case: llguidance pastes the text of a schema into its own notation as it is.
             schema = json.loads(structure.json) if isinstance(structure.json, str) else structure.json
+            _check_counts(schema)
             return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (ValueError, TypeError, RecursionError) as error:
             raise _refusal("json", f"it is not JSON ({error})") from None

@@ -71,6 +71,7 @@ class Server:
             yield
             await self.client.close()
             self.desk.texts.close()
+            self.desk.checker.close()
             if self.tracer is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self.tracer.close)
 

@@ -1,6 +1,5 @@
 """From a body to a Call: everything about a request is checked here, and its prompt becomes token ids."""
 
-import asyncio
 import math
 import secrets
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams, StructuredOutputs, Thoughts
 from weft.errors import RequestError
+from weft.serve.checker import Checker
 from weft.serve.choices import Choice, ForcedCall, ForcedCalls
 from weft.serve.client import Prompt
 from weft.serve.errors import ApiError
@@ -51,6 +51,7 @@ class Desk:
     model: str  # its name in answers
     tool_parser: str | None
     reasoning_parser: str | None
+    checker: Checker
 
     async def completion(self, body: CompletionBody, caller: Caller, facts: Facts) -> Call:
         if body.suffix:
@@ -199,7 +200,7 @@ class Desk:
                 "stop: the model has no tokenizer.json, so there is no text to look at: use stop_token_ids"
             )
         if params.structured_outputs is not None:
-            await self._check_structure(params.structured_outputs)
+            await self.checker.check(params.structured_outputs)
         params.check_vocabulary(facts.vocab_size)
         for ids in prompts:
             _check_length(len(ids), params.max_tokens if _says_length(body) else None, facts)
@@ -263,11 +264,6 @@ class Desk:
     async def _text(self, ids: Ids) -> str:
         tokenizer = self.texts.needed()
         return await self.texts.aside(4 * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=True))
-
-    async def _check_structure(self, structure: StructuredOutputs) -> None:
-        from weft.engine.structured import check_structure
-
-        await asyncio.get_running_loop().run_in_executor(None, check_structure, structure)
 
 
 class _Tools(NamedTuple):

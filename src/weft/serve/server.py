@@ -21,6 +21,7 @@ from weft.observe.metrics import EngineStep, ServerMetrics
 from weft.observe.tracing import Tracer
 from weft.serve.app import Server
 from weft.serve.calls import Desk
+from weft.serve.checker import Checker
 from weft.serve.client import EngineClient, Listener, clock
 from weft.serve.connection import Connection
 from weft.serve.gate import Limits
@@ -78,6 +79,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
         reasoning_parser=_parser(
             options.reasoning_parser, REASONING_PARSERS, "reasoning_parser", detect_reasoning(template)
         ),
+        checker=Checker(),
     )
     metrics = ServerMetrics(names[0], enable_prefix_caching=engine_options.enable_prefix_caching)
     eos = texts.tokenizer.eos_token_id if texts.tokenizer is not None else None
