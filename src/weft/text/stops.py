@@ -1,8 +1,11 @@
 """Stop strings in a text stream: owns the end of the text that may still turn out to be the beginning of one."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from weft.errors import RequestError
+
+REMEMBERED = 256  # stop strings whose tables are kept: all completions of a request have the same ones
 
 
 class StopStrings:
@@ -18,7 +21,8 @@ class StopStrings:
                 raise RequestError(f"stop must be a list of non-empty strings, got {stop!r} in it")
         self.stopped: str | None = None  # the stop string that matched
         self._include = include_in_output
-        self._matchers = [_Matcher(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._stops = stops
+        self._matchers: list[_Matcher] | None = None  # made with the first text: a request may have 2,000 completions
         self._held = ""
 
     def push(self, text: str, active: bool = True) -> str:
@@ -29,8 +33,10 @@ class StopStrings:
         """
         if self.stopped is not None:
             return ""
-        if not self._matchers:
+        if not self._stops:
             return text
+        if self._matchers is None:
+            self._matchers = [_Matcher(stop) for stop in sorted(set(self._stops), key=len, reverse=True)]
         seen = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             complete = [matcher.stop for matcher in self._matchers if matcher.step(char)]
@@ -54,19 +60,28 @@ class _Matcher:
     def __init__(self, stop: str):
         self.stop = stop
         self.length = 0  # characters of `stop` that the text ends with at present
-        self._shorter = [0, 0]  # by length: the next shorter one that the text then ends with too
-        for char in stop[1:]:
-            self._shorter.append(self._extend(self._shorter[-1], char))
+        self._shorter = _table(stop)
 
     def step(self, char: str) -> bool:
         """Take one character; True if it completes the stop string."""
-        self.length = self._extend(self.length, char)
+        self.length = _extend(self.stop, self._shorter, self.length, char)
         if self.length < len(self.stop):
             return False
         self.length = self._shorter[self.length]
         return True
 
-    def _extend(self, length: int, char: str) -> int:
-        while length and self.stop[length] != char:
-            length = self._shorter[length]
-        return length + 1 if self.stop[length] == char else 0
+
+@lru_cache(REMEMBERED)
+def _table(stop: str) -> Sequence[int]:
+    """By length of what the text ends with: the next shorter beginning of `stop` that the text then ends with too."""
+    shorter = [0, 0]
+    for char in stop[1:]:
+        shorter.append(_extend(stop, shorter, shorter[-1], char))
+    return shorter
+
+
+def _extend(stop: str, shorter: Sequence[int], length: int, char: str) -> int:
+    """How much of `stop` a text ends with that ended with `length` characters of it, and gets one more."""
+    while length and stop[length] != char:
+        length = shorter[length]
+    return length + 1 if stop[length] == char else 0
