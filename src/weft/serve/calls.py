@@ -28,6 +28,7 @@ from weft.text.tools import ToolParser, make_tool_parser
 
 Ids = list[int]
 MOST_CALLS = 8  # of tools in one reply, where it must consist of calls
+MOST_DESCRIBED = 1_000_000  # log probabilities of prompts in one answer: about 50 MB
 DEFAULT_MAX_TOKENS = 16  # of a text completion, as OpenAI has it; a chat may use all the room there is
 
 
@@ -212,6 +213,7 @@ class Desk:
             own = (_seconds(wishes.ttft_target_ms), _seconds(wishes.gap_target_ms))
             constrained = params.structured_outputs is not None
             promise = facts.targets.promise(max(map(len, prompts)), *own, constrained)
+        _check_described(prompts, params)
         return Call(
             format=format,
             prompts=[Prompt(np.array(ids, np.int32).tobytes(), engine_params, wishes, salt) for ids in prompts],
@@ -223,6 +225,7 @@ class Desk:
             stream=bool(body.stream),
             includes_usage=body.includes_usage,
             counts_always=body.counts_always,
+            is_described=params.logprobs is not None or params.prompt_logprobs is not None,
             headers=_promised(promise),
         )
 
@@ -400,6 +403,18 @@ def _says_length(body: Sampling) -> bool:
 def _check_length(prompt_tokens: int, max_tokens: int | None, facts: Facts) -> None:
     if prompt_tokens + (max_tokens or 1) > facts.max_model_len:
         raise _too_long(prompt_tokens, max_tokens, facts)
+
+
+def _check_described(prompts: list[Ids], params: SamplingParams) -> None:
+    """Each choice shows what is known of its prompt. Alternatives may be shown twice: in OpenAI's way and in vLLM's."""
+    if params.prompt_logprobs is None:
+        return
+    shown = params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)
+    if shown > MOST_DESCRIBED:
+        raise RequestError(
+            f"prompt_logprobs: {shown} log probabilities of prompts are too many for one answer, which may have "
+            f"{MOST_DESCRIBED}: ask for fewer, or send fewer prompts, or lower n"
+        )
 
 
 def _too_long(prompt_tokens: int, max_tokens: int | None, facts: Facts) -> ApiError:

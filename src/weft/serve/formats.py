@@ -278,12 +278,15 @@ class CompletionFormat(_Base):
         return super().closing(self._billed(extras))
 
     def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
-        shown: list[Json] = []
+        shown: list[msgspec.Raw] = []
         for start in range(0, len(choices), self.per_prompt):
             group = list(choices[start : start + self.per_prompt])
             if self.keeps < self.per_prompt:
                 group = sorted(group, key=_likelihood, reverse=True)[: self.keeps]
-            shown += [self._choice(choice, len(shown) + place) for place, choice in enumerate(group)]
+            # Each is encoded on its own: the encoder keeps the interpreter to itself.
+            shown += [
+                msgspec.Raw(to_json(self._choice(choice, len(shown) + place))) for place, choice in enumerate(group)
+            ]
         return {**self._envelope("text_completion"), "choices": shown, **self._billed(extras)}
 
     def _billed(self, extras: Json) -> Json:

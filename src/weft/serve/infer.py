@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ class Call:
     stream: bool = False
     includes_usage: bool = False
     counts_always: bool = False
+    is_described: bool = False  # with log probabilities: its answer may be large
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
@@ -156,7 +157,7 @@ class Exchange:
                 if update.token is not None:
                     self.times.token(update.place, update.at)
                 self._take(update)
-        body = to_json(self.call.format.whole(self.call.choices, self.summary()))
+        body = await self._made(lambda: to_json(self.call.format.whole(self.call.choices, self.summary())))
         headers = [*JSON_HEADERS, *self._headers(), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -182,7 +183,7 @@ class Exchange:
                         headers = [*STREAM_HEADERS, *self._headers()]
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
                         started = True
-                    data = b"" if update.place in self._opened else self._open(choice, counts)
+                    data = b"" if update.place in self._opened else await self._open(choice, counts)
                     if update.token is not None:
                         times.token(update.place, update.at)
                     piece = self._take(update)
@@ -230,9 +231,15 @@ class Exchange:
             "predicted_ttft_ms": _ms(max(predicted, default=None)),
         }
 
-    def _open(self, choice: Choice, counts: bool) -> bytes:
+    async def _open(self, choice: Choice, counts: bool) -> bytes:
         self._opened.add(choice.index)
-        return self.call.format.opening(choice, {"usage": self._usage()} if counts else {})
+        return await self._made(lambda: self.call.format.opening(choice, {"usage": self._usage()} if counts else {}))
+
+    async def _made(self, work: Callable[[], bytes]) -> bytes:
+        """What may be large is put together in another thread, so that streams go on."""
+        if not self.call.is_described:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(None, work)
 
     def _take(self, update: Update) -> Any:
         """Hands an update to its choice; a choice that has ended before its stream ends that as well."""
