@@ -68,6 +68,8 @@ class Server:
         async def lifespan(app: Any) -> Any:
             self.client.start()
             await self._first_engine()
+            if self.client.facts is not None:
+                await self.desk.checker.prepare()
             yield
             await self.client.close()
             self.desk.texts.close()

@@ -24,6 +24,7 @@ CPU = 2.0  # seconds of processor time for one form
 MEMORY = 1 << 30  # bytes of address space beside what a process has when it begins
 PATIENCE = 30.0  # seconds that a form may take on a busy machine
 CACHED = 256  # forms remembered as good
+NICE = 10  # such a process gets a tenth of a core that a stream wants as well
 LINE = 1 << 20  # bytes of an answer
 
 _encode = msgspec.json.Encoder().encode
@@ -41,6 +42,10 @@ class Checker:
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
         self._good: OrderedDict[bytes, None] = OrderedDict()
+
+    async def prepare(self) -> None:
+        """Starts a process for the first form that comes: that takes half a second."""
+        self._idle.append(await self._start())
 
     async def check(self, structure: StructuredOutputs) -> None:
         """Raises a RequestError where the form cannot be kept to, or takes too much to find out."""
@@ -67,7 +72,9 @@ class Checker:
 
     async def _ask(self, form: bytes) -> bytes:
         """What a process says of a form; nothing where it died of it. One that is not done when this ends is killed."""
-        process = self._idle.pop() if self._idle else await self._start()
+        alive = [process for process in self._idle if process.returncode is None]
+        process = alive.pop() if alive else await self._start()
+        self._idle = alive
         try:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -141,7 +148,7 @@ def _bound() -> None:
         import resource
     except ImportError:  # not on Windows
         return
-    os.nice(19)
+    os.nice(NICE)
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             own = int(file.read().split()[0]) * resource.getpagesize()
