@@ -68,9 +68,9 @@ class Server:
         async def lifespan(app: Any) -> Any:
             self.client.start()
             await self._first_engine()
-            if self.client.facts is not None:
-                await self.desk.checker.prepare()
+            preparing = asyncio.create_task(self.desk.checker.prepare())
             yield
+            preparing.cancel()
             await self.client.close()
             self.desk.texts.close()
             self.desk.checker.close()

@@ -220,7 +220,10 @@ class _Process(uvicorn.Server):
             if client.facts is not None and not said:
                 said = True
                 self.server.collector.freeze()
-                self._announce(clock() - started)
+                seconds = clock() - started
+                while not self.started:  # it listens only then
+                    await asyncio.sleep(0.002)
+                self._announce(seconds)
         _say(client.fatal)
         self.exit_code = 1
         self.server.drain()
