@@ -112,16 +112,16 @@ def calibrate(
     seconds: float = 5.0,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Calibration:
-    """Measures for about `seconds`, after a warm-up. The executor must be idle, and its KV cache hold nothing of worth.
+    """Measures single steps for about `seconds`, after a warm-up, and rehearses service for as long. The executor must
+    be idle, and its KV cache hold nothing of worth.
 
     `ahead` says that the executor prepares a step while the one before runs. Then the device is kept busy all the time,
     as it is under load: the host's part of a step takes no time, and a device that has reached its power limit runs
-    more slowly (an H200 by 5 to 9%); `is_filled`, that all blocks of the KV cache hold numbers, so that every
-    row can read a context of its own (what rows share comes from the device's caches, as it does not in service);
-    `grain` and `wave`, in which lumps it works (see `Coefficients`).
-    `progress` is called with the share of the time that is gone. Afterwards
-    nothing is in flight; slots and block tables keep what was in them, which the scheduler's plans overwrite as they
-    hand them out.
+    more slowly (an H200 by 5 to 9%). `is_filled` says that all blocks of the KV cache hold numbers, so that every row
+    can read a context of its own (what rows share comes from the device's caches, as it does not in service). `grain`
+    and `wave` say in which lumps it works (see `Coefficients`). `progress` is called with the share of `seconds` that
+    is gone. Afterwards nothing is in flight; slots and block tables keep what was in them, which the scheduler's plans
+    overwrite as they hand them out.
     """
     bounds = _Bounds(
         rows=min(max_num_seqs, slots, max(1, num_blocks // 2)),
@@ -303,7 +303,7 @@ class _Mix(NamedTuple):
 
 
 class _Rig:
-    """Runs mixes, one after the other. Keeps track of the KV cache, so that nothing is read that nobody wrote.
+    """Runs mixes, one after the other. Keeps track of the KV cache, so that a row reads only blocks that were written.
 
     Values do not matter, only that they are numbers: a row's context is any blocks that were written, different ones
     as far as there are, because what many rows share would come from the device's caches.
@@ -329,7 +329,7 @@ class _Rig:
         self._written = np.zeros(bounds.blocks + 1, np.int64)  # by entry: tokens, from the start of the block
         if is_filled:
             self._written[1:] = bounds.block_size
-        # In service a request's blocks lie anywhere. Neighbours are read faster: they share entries of the TLB.
+        # In service a request's blocks lie anywhere. (On an H200 their order makes no difference.)
         self._shuffled = 1 + self._random.permutation(bounds.blocks)
         self._readable = self._written_to_their_end()
 

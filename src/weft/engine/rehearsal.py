@@ -65,7 +65,8 @@ def rehearse(
     tokens = speed * STARTING * seconds / len(ACTS) / np.exp(PROMPT_SPREAD**2 / 2)  # of all first prompts
     acts = [act._replace(prompt=min(act.prompt, int(tokens / act.streams))) for act in ACTS]
     acts = [act for act in acts if act.streams <= max_num_seqs and act.prompt >= SHORTEST]
-    for act in acts or [Act(1, max_num_batched_tokens, SHORTEST)]:
+    acts = acts or [Act(1, max_num_batched_tokens, SHORTEST)]
+    for act in acts:
         records: list[StepRecord] = []
         scheduler = Scheduler(
             policy=chunked(min(act.tokens, max_num_batched_tokens)),
@@ -77,7 +78,7 @@ def rehearse(
         )
         loop = Loop(scheduler, executor, on_record=records.append)
         opened = 0
-        while not records or records[-1].finished - records[0].started < seconds / max(1, len(acts)):
+        while not records or records[-1].finished - records[0].started < seconds / len(acts):
             while len(loop.streams) < act.streams:
                 loop.add(_stream(opened, act.prompt, max_model_len, vocab_size, random))
                 opened += 1

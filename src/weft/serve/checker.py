@@ -21,7 +21,7 @@ from weft.serve.errors import ApiError
 
 PROCESSES = 4  # at once, started when they are needed
 CPU = 2.0  # seconds of processor time for one form
-MEMORY = 1 << 30  # bytes of address space beside what a process has when it begins
+MEMORY = 1 << 30  # bytes that one form may add to a process
 PATIENCE = 30.0  # seconds that a form may take on a busy machine
 CACHED = 256  # forms remembered as good
 NICE = 10  # such a process gets a tenth of a core that a stream wants as well
@@ -72,9 +72,8 @@ class Checker:
 
     async def _ask(self, form: bytes) -> bytes:
         """What a process says of a form; nothing where it died of it. One that is not done when this ends is killed."""
-        alive = [process for process in self._idle if process.returncode is None]
-        process = alive.pop() if alive else await self._start()
-        self._idle = alive
+        self._idle = [process for process in self._idle if process.returncode is None]
+        process = self._idle.pop() if self._idle else await self._start()
         try:
             assert process.stdin is not None
             assert process.stdout is not None
