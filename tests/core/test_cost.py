@@ -182,3 +182,16 @@ def test_what_lasts_is_not_forgotten() -> None:
         model.observe(MIXED, 0.01, 0.03)
     model.rest(3600.0)
     assert model.bias > 2.5
+
+
+def test_the_first_decodes_of_a_step_may_cost_more_than_those_that_follow_and_that_is_found() -> None:
+    truth = replace(MODEL, few=2e-5)
+    alone = [truth.predict(StepShape(n, decodes=n)) for n in (1, 2, 16, 17, 64, 65)]
+    assert alone[1] - alone[0] == pytest.approx(3e-5), "as one of few"
+    assert alone[3] - alone[2] == pytest.approx(1e-5), "as one of many"
+    assert alone[5] - alone[4] == pytest.approx(1e-5)
+    shapes = [StepShape(n, decodes=n, context=n * context) for n in (1, 4, 16, 40, 100) for context in (10, 1000)]
+    shapes += [with_slice(shape, first, count) for shape in shapes for first in (0, 3000) for count in (30, 300, 3000)]
+    found = fit(shapes, [truth.predict(shape) for shape in shapes])
+    assert found.few == pytest.approx(2e-5, rel=0.01)
+    assert found.decode == pytest.approx(MODEL.decode, rel=0.01)

@@ -27,6 +27,7 @@ UNITS = {
     "context": "a token of context that a decode reads",
     "reach": "a token of context that a prefill slice reads",
     "prefill": "a step with prefill, however many slices",
+    "few": "a decode more, as long as there are at most 16; beside `decode`",
 }
 
 LUMPS = {

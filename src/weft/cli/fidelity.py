@@ -341,8 +341,10 @@ def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
     sources = Source(play.facts["gap_source"]), Source(play.facts["ttft_source"])
     targets = Targets(gap, ttft, per_1k, *sources)
     policy, min_gap = play.policy, play.facts["min_gap_target"] or 0.0
+    tokens = [one.token for one in play.runs if one.token is not None]
+    token = sum(tokens) / len(tokens) if tokens else None
     with work_progress(f"{policy}, simulated", len(play.trace.arrivals), arguments.progress) as advance:
-        simulated = fidelity.simulate(policy, play.trace, play.profile, targets, min_gap, advance)
+        simulated = fidelity.simulate(policy, play.trace, play.profile, targets, min_gap, token, advance)
     runs, virtual = [report(policy, one.played, targets) for one in play.runs], report(policy, simulated, targets)
     failures: dict[str, int] = {}
     for one in play.runs:
@@ -354,6 +356,7 @@ def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
         "lines": [line._asdict() for line in fidelity.compared(runs, virtual)],
         "inside": [line._asdict() for line in fidelity.inside_lines(play.runs, virtual)],
         "outside_ms": fidelity.outside_ms(play.runs),
+        "token_ms": None if token is None else token * 1e3,
         "step_errors": fidelity.step_errors(play.runs, play.profile),
         "others": [one.others for one in play.runs if one.others is not None],
         "failures": failures,

@@ -272,4 +272,4 @@ def _aside(cost: CostModel, decodes: int, context: float, reach: float) -> float
     """Seconds of a step with a prefill in it that are not the prefill's. Where there are waves, half of one counts."""
     c = cost.coefficients
     read = c.reach * reach * (0.5 if c.wave else 1.0)
-    return c.fixed + c.prefill + c.slice + (c.token + c.decode) * decodes + c.context * context + read
+    return c.fixed + c.prefill + c.slice + c.token * decodes + c.rows(decodes) + c.context * context + read

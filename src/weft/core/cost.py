@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.host import HostCost
-from weft.core.refit import Refit
+from weft.core.refit import FEW, Refit
 
 Array = NDArray[np.float64]
 TILES = 16  # of a wave: where programs divide a context, they take its queries by so many
@@ -71,6 +71,7 @@ class Coefficients:
     context: float  # one token of context that a decode reads
     reach: float = 0.0  # one token of context that a wave of a prefill slice reads, however many queries it has
     prefill: float = 0.0  # a step with prefill slices, however many: what the host takes where the device waits for it
+    few: float = 0.0  # one decode more, as long as there are at most FEW; beside `decode`
     # No seconds, but tokens: a step with a prefill takes as long as with the next multiple of so many,
     grain: int = field(default=1, kw_only=True)
     # and so many queries of a slice read the context together; 0: all of them.
@@ -112,11 +113,15 @@ class Coefficients:
             + max(self.weights, self.token * tokens)
             + self.pair * pairs
             + self.slice * slices
-            + self.decode * decodes
             + self.context * context
             + self.reach * reach
             + (self.prefill if slices else 0.0)
+            + self.rows(decodes)
         )
+
+    def rows(self, decodes: int) -> float:
+        """What so many decodes add to a step, but for their contexts."""
+        return self.decode * decodes + self.few * min(decodes, FEW)
 
     def prefill_seconds(self, first: int, count: int) -> float:
         """What `count` tokens behind `first` add to steps that are bound by arithmetic, in full waves."""
@@ -134,7 +139,7 @@ class Coefficients:
         many are the prefill's (see `prefill_seconds`). Near what `best_slice` would find, in less time.
         """
         token, pair, reach, grain = self.token, self.pair, self.reach, self.grain
-        aside = self.fixed + self.decode * decodes + self.context * context + self.slice + self.prefill
+        aside = self.fixed + self.rows(decodes) + self.context * context + self.slice + self.prefill
         left = limit - aside
         each = token + pair * first  # but for waves
         wave = self.wave or most
@@ -341,7 +346,8 @@ def fit(shapes: Sequence[StepShape], seconds: Sequence[float], grain: int = 1, w
     features = np.array(shapes, np.float64)
     prefills = features[:, 2] > 0
     features[prefills, 0] = np.ceil(features[prefills, 0] / grain) * grain
-    tokens, others = features[:, :1], np.hstack([features[:, 1:], prefills[:, None]])
+    few = np.minimum(features[:, 3], FEW)
+    tokens, others = features[:, :1], np.hstack([features[:, 1:], prefills[:, None], few[:, None]])
     measured = np.array(seconds, np.float64)
     by_bytes = tokens <= np.median(tokens)
     trust = np.ones(len(measured))

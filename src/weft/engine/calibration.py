@@ -35,13 +35,13 @@ from weft.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 6  # of the file; another one is measured anew
+FORMAT = 7  # of the file; another one is measured anew
 STEP_SHARE = 0.1  # of the measuring time: no step is meant to take more,
 MIX_SHARE = 0.02  # and no mixture: a slow device is to be measured with many of them all the same
 CLIMB_SHARES = (0.18, 0.3, 0.36, 0.45)  # of the measuring time: when each of the ladders must be done
 EXPLORE_SHARE = 0.65  # of the measuring time: these and the mixtures; what is left repeats
 MOST_SHAPES = 96  # different ones; more would leave no time to repeat them on a slow device
-FEWEST_SHAPES = 16  # with less, nine coefficients and their error are guesswork
+FEWEST_SHAPES = 16  # with less, ten coefficients and their error are guesswork
 GOOD = 0.06  # median error up to which a calibration is called good
 NOISY = 0.15  # median error or spread above which the machine did something else while it was measured
 FOLDS = 4  # each shape is held out once, with a quarter of the others

@@ -1,5 +1,6 @@
 """Replay: a trace sent to a weft server as token ids, and what its users saw, in the simulator's terms."""
 
+import asyncio
 import gc
 import math
 from collections import Counter
@@ -24,6 +25,8 @@ from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
 WARM_UPS = (0.25, 0.5, 0.75, 1.0)  # quantiles of the prompts' lengths: one request of each before the play
 WARM_TOKENS = 8  # of each of their answers
 PROBES, PROBE_TOKENS = 16, 500  # requests one by one, to find what a request takes outside of the engine
+# Streams at once and tokens of each, to find what handing out a token takes.
+STREAMS, STREAM_TOKENS = 32, 64
 TIMEOUT = 3600.0  # seconds for one answer: an overloaded policy that refuses nothing takes long
 
 
@@ -74,11 +77,12 @@ async def replay(
         if not client.asks_to_ignore_eos:
             raise EngineError(f"{url} refuses ignore_eos, so answers would not have the trace's lengths")
         overhead = await _overhead(client, vocab_size, words)
+        token = await _token(client, vocab_size, words)
         run = Run()
         async with live_view(run, show):
             with _without_collections():
                 await drive(client, asks, run=run)
-    return replace(served_of(trace, run.replies), request=overhead)
+    return replace(served_of(trace, run.replies), request=overhead, token=token)
 
 
 async def _overhead(client: Client, vocab_size: int, words: int) -> float:
@@ -91,6 +95,28 @@ async def _overhead(client: Client, vocab_size: int, words: int) -> float:
             inside = _server(reply, "queue_ms") + _server(reply, "prefill_ms")
             found.append(reply.times[0] - reply.sent - inside / 1e3)
     return max(0.0, float(np.median(found))) if found else 0.0
+
+
+async def _token(client: Client, vocab_size: int, words: int) -> float | None:
+    """Seconds between two tokens of one step at their clients: the server hands them out one by one, and the client
+    takes them in one by one. None where steps cannot be told apart."""
+    prompts = [tuple(_drawn([words, 3, number], 16, vocab_size).tolist()) for number in range(STREAMS)]
+    asks = [Ask(0.0, "", len(ids), STREAM_TOKENS, ids) for ids in prompts]
+    start = client.clock()
+    replies = await asyncio.gather(*(client.send(ask, number, start, 0.0) for number, ask in enumerate(asks)))
+    return between_tokens([reply.times for reply in replies if reply.is_complete])
+
+
+def between_tokens(times: Sequence[Sequence[float]]) -> float | None:
+    """Seconds between two tokens of one step, by the times at which the tokens of each stream came."""
+    if len(times) < 2:
+        return None
+    begun, ended = max(one[0] for one in times), min(one[-1] for one in times)
+    arrivals = np.sort([time for one in times for time in one if begun < time < ended])
+    step = (ended - begun) * len(times) / max(1, len(arrivals))
+    steps = np.split(arrivals, np.flatnonzero(np.diff(arrivals) > step / 2) + 1)
+    found = [(one[-1] - one[0]) / (len(one) - 1) for one in steps if len(one) == len(times)]
+    return float(np.median(found)) if found else None
 
 
 @contextmanager

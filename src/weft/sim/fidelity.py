@@ -34,6 +34,7 @@ class Served:
     failures: dict[str, int] = field(default_factory=dict)  # errors that are no refusals, and how often they came
     steps: list[tuple[StepShape, float]] = field(default_factory=list)  # and their seconds; a client knows none
     request: float = 0.0  # seconds of a TTFT outside of the engine, measured before the play with nothing else running
+    token: float | None = None  # seconds between two tokens of one step at their clients, likewise; None: not known
     others: float | None = None  # share of the machine's processor time that other processes took; None: not known
 
 
@@ -62,11 +63,15 @@ def simulate(
     profile: Profile,
     targets: Targets,
     min_gap: float = 0.0,
+    token: float | None = None,
     progress: Callable[[int], None] = lambda arrived: None,
 ) -> Played:
-    """The simulator's half. As when serving, no gap below `min_gap` seconds is promised."""
+    """The simulator's half. As when serving, no gap below `min_gap` seconds is promised. `token` is what handing out a
+    token really takes (see `Served`); the scheduler counts with what the profile says, as the served one does."""
     promised = replace(targets, gap=max(targets.gap, min_gap))
-    return run_policy(policy, trace, profile, promised, truth_of(profile), progress, profile.cost_model())
+    host = profile.host if token is None else replace(profile.host, token=token)
+    real = replace(profile, host=host)
+    return run_policy(policy, trace, real, promised, truth_of(profile), progress, profile.cost_model())
 
 
 def compared(served: Sequence[Report], simulated: Report) -> list[Line]:
