@@ -220,7 +220,7 @@ def test_the_command_prints_a_table_and_writes_json_and_repeats_itself(tmp_path:
     [
         (("--policy", "best"), "unknown policy 'best'; known: monolithic, chunked:N, slo, slo-order:N"),
         (("--profile", "tpu"), "unknown profile 'tpu'"),
-        (("--gap-target-ms", "3"), "cannot be met: an empty step takes 4.34 ms"),
+        (("--gap-target-ms", "3"), "cannot be met: an empty step takes 4.25 ms"),
         (("--gap-target-ms", "-1"), "--gap-target-ms -1.0 must be above 0"),
         (("--rate-scale", "0"), "--rate-scale 0.0 must be above 0"),
         (("--trace", "/no/such/trace.csv"), "cannot read the trace /no/such/trace.csv"),

@@ -10,7 +10,6 @@ LEAST_SLICE = 16  # tokens
 HARMLESS = 0.95  # of the pace of prefill: what is left of it if a wish for a smaller gap is to be granted
 BATCH_SHARE = 0.5  # of the tightest gap: most that a decode step may take for the batch class to be in it
 YIELDS = 0.8  # of `chunked`'s pace of prefill: a default gap target gives way where it would leave less
-JITTER = 0.5  # of the time that handing out a step's tokens takes: how much later than the others one may come
 STARVED = 0.25  # of the same: where a promised gap leaves less, the operator is told
 
 
@@ -150,11 +149,11 @@ class UpToTheGap:
     def step(self, cost: CostModel, beside: Beside, reach: float) -> float:
         if not beside.has_target:
             return IDLE_STEP
-        # Tokens are handed out one after the other, and not always in the same order or at the same time.
-        jitter = JITTER * cost.host.delivery(beside.decodes)
-        seconds = max(beside.gap - jitter, beside.gap / 2) / cost.margin
+        # Tokens are handed out one after the other: the last of this step may come so much later than the first of one.
+        delivery = cost.host.delivery(beside.decodes)
+        seconds = max(beside.gap - delivery, beside.gap / 2) / cost.margin
         if beside.soft_gap < beside.gap:
-            soft = max(beside.soft_gap - jitter, beside.soft_gap / 2) / cost.margin
+            soft = max(beside.soft_gap - delivery, beside.soft_gap / 2) / cost.margin
             seconds = min(seconds, max(soft, self._yielding_step(cost, beside)))
         return seconds
 
