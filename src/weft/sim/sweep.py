@@ -8,6 +8,7 @@ sweep_capacity.py say what is run, sweep_report.py makes the tables.
 import ast
 import hashlib
 import heapq
+import io
 import json
 import math
 import multiprocessing
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 import time
+import tokenize
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -61,12 +63,17 @@ def scheduler_hash() -> str:
 
 
 def code_of(source: str) -> str:
-    """The code without its comments, docstrings and layout, which decide nothing."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    """The code without its comments, docstrings and layout, which decide nothing; alike in every version of Python."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+            docstring = node.body[0]
+            first, end = docstring.lineno - 1, docstring.end_lineno or docstring.lineno
+            lines[first:end] = ["pass" if len(node.body) == 1 else "", *[""] * (end - first - 1)]
+    return "".join("".join(lines).split())
 
 
 def read_scores(path: Path) -> tuple[dict[str, Any], list[Score], int]:
