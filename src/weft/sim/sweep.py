@@ -8,7 +8,6 @@ sweep_capacity.py say what is run, sweep_report.py makes the tables.
 import ast
 import hashlib
 import heapq
-import io
 import json
 import math
 import multiprocessing
@@ -16,7 +15,6 @@ import os
 import signal
 import sys
 import time
-import tokenize
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -64,16 +62,21 @@ def scheduler_hash() -> str:
 
 def code_of(source: str) -> str:
     """The code without its comments, docstrings and layout, which decide nothing; alike in every version of Python."""
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            docstring = node.body[0]
-            first, end = docstring.lineno - 1, docstring.end_lineno or docstring.lineno
-            lines[first:end] = ["pass" if len(node.body) == 1 else "", *[""] * (end - first - 1)]
-    return "".join("".join(lines).split())
+            node.body = node.body[1:] or [ast.Pass()]
+    return repr(_plain(tree))
+
+
+def _plain(node: Any) -> Any:
+    """A tree as lists, without the fields that are empty: newer versions of Python have more of them."""
+    if isinstance(node, list):
+        return [_plain(one) for one in node]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, _plain(value)) for name, value in ast.iter_fields(node) if value is not None and value != []]
+    return [type(node).__name__, *fields]
 
 
 def read_scores(path: Path) -> tuple[dict[str, Any], list[Score], int]:
