@@ -1,6 +1,8 @@
 """Calibration against devices whose costs are known, and on a real executor."""
 
 import json
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -335,3 +337,19 @@ def test_a_device_has_a_name() -> None:
     import torch
 
     assert device_name(torch.device("cpu"))
+
+
+def test_what_steps_take_longer_after_an_idle_time_is_found() -> None:
+    """As on a processor whose clock falls while it has nothing to do."""
+
+    class Sleepy(Device):
+        last = math.inf
+
+        def run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+            rested, self.last = time.monotonic() - self.last > 0.05, time.monotonic()
+            result = super().run(plan, inputs)
+            self.now += 0.4 * (result.finished - result.started) * rested
+            return replace(result, finished=self.now)
+
+    assert calibrate(Sleepy(FAST, LIMITS, noise=0.01), **LIMITS, device="").wake == pytest.approx(0.4, abs=0.1)
+    assert calibrate(Device(FAST, LIMITS, noise=0.01), **LIMITS, device="").wake < 0.1

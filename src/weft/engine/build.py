@@ -253,7 +253,9 @@ def _policy(options: EngineOptions, promises: Promises | None, is_served: bool) 
     if promises is None:  # also slo: without a target there is nothing to size a step by
         return chunked(options.max_num_batched_tokens)
     found = promises.calibration
-    host = measure_host(found.coefficients, SubmitTimes(found.submit, found.submit_prefill), is_served=is_served)
+    host = measure_host(
+        found.coefficients, SubmitTimes(found.submit, found.submit_prefill), found.wake, is_served=is_served
+    )
     cost = CostModel(found.coefficients, found.mean, min(found.spread, MOST_SPREAD), host=host)
     return slo(cost, options.max_num_batched_tokens)
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from weft.core import BlockUpdates, Coefficients, StepPlan, StepShape
 from weft.core.cost import fit, slice_pairs, slice_reach
+from weft.core.host import WAKING
 from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, StepResult
 from weft.engine.params import SamplingParams
 from weft.engine.rehearsal import Step, rehearse
@@ -35,7 +36,7 @@ from weft.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 7  # of the file; another one is measured anew
+FORMAT = 8  # of the file; another one is measured anew
 STEP_SHARE = 0.1  # of the measuring time: no step is meant to take more,
 MIX_SHARE = 0.02  # and no mixture: a slow device is to be measured with many of them all the same
 CLIMB_SHARES = (0.18, 0.3, 0.36, 0.45)  # of the measuring time: when each of the ladders must be done
@@ -48,6 +49,8 @@ FOLDS = 4  # each shape is held out once, with a quarter of the others
 LADDER_CONTEXT = 256  # tokens behind the decodes of a growing batch
 LADDER_SLICE = 16  # tokens of a slice behind a growing context
 REHEARSAL = 1.0  # of the measuring time, added to it: steps as in service
+PAUSES = 5  # steps after an idle time, and as many without one
+PAUSE = 0.1  # seconds
 HEATING = 0.03  # seconds that a step between two measured ones may take, where the device is kept busy
 
 
@@ -65,6 +68,7 @@ class Calibration:
     device: str  # in words
     submit: float = 0.0  # seconds that the host takes to submit a step of decodes
     submit_prefill: float = 0.0  # and one with prefill slices
+    wake: float = 0.0  # by which share steps take longer after an idle time; see HostCost
 
     @property
     def is_noisy(self) -> bool:
@@ -133,6 +137,7 @@ def calibrate(
     survey = _Survey(_Rig(executor, bounds, vocab_size, ahead, is_filled), grain, wave, seconds, progress)
     survey.explore()
     survey.repeat()
+    wake = 0.0 if ahead else survey.wake()  # what prepares steps ahead is a GPU: its clock is not the host's
     survey.rig.finish()
     served = rehearse(
         executor,
@@ -146,7 +151,7 @@ def calibrate(
         speed=survey.prefill_speed(),
         seconds=REHEARSAL * seconds,
     )
-    return survey.conclude(device, served)
+    return survey.conclude(device, served, wake)
 
 
 def calibration_file(
@@ -353,6 +358,13 @@ class _Rig:
         result = self._take()
         return result.finished - result.started
 
+    def alone(self, mix: _Mix) -> float:
+        """Seconds of a step with nothing before or after it."""
+        self.finish()
+        self._submit(mix)
+        result = self._take()
+        return result.finished - result.started
+
     def finish(self) -> None:
         """Afterwards nothing is in flight."""
         while self._in_flight:
@@ -481,7 +493,18 @@ class _Survey:
         tokens, seconds = max(alone)
         return tokens / seconds
 
-    def conclude(self, device: str, served: Sequence[Step]) -> Calibration:
+    def wake(self) -> float:
+        """By which share a step takes longer after an idle time. For a step that ends before the device is awake."""
+        alone = {mix: seconds for mix, seconds in self.median.items() if not mix.decodes and seconds <= WAKING / 2}
+        mix = max(alone, key=alone.__getitem__, default=min(self.median, key=self.median.__getitem__))
+        busy = [self.rig.alone(mix) for _ in range(1 + PAUSES)][1:]
+        paused = []
+        for _ in range(PAUSES):
+            time.sleep(PAUSE)
+            paused.append(self.rig.alone(mix))
+        return max(0.0, float(np.median(paused)) / max(float(np.median(busy)), 1e-9) - 1)
+
+    def conclude(self, device: str, served: Sequence[Step], wake: float) -> Calibration:
         """Of `served` steps, as many count as there are different mixes. They also tell how much longer than in the
         survey steps take in service; what was measured in the survey is taken for so much longer."""
         shapes = [mix.shape(self.wave) for mix in self.found]
@@ -506,6 +529,7 @@ class _Survey:
             device=device,
             submit=float(np.median(self.rig.submits[0] or [0.0])),
             submit_prefill=float(np.median(self.rig.submits[1] or [0.0])),
+            wake=wake,
         )
 
     def _fit(self, shapes: list[StepShape], medians: list[float]) -> Coefficients:

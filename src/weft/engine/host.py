@@ -48,8 +48,8 @@ class SubmitTimes(NamedTuple):
     prefill: float = 0.0  # with them
 
 
-def measure_host(cost: Coefficients, submit: SubmitTimes, *, is_served: bool) -> HostCost:
-    """`is_served` says that tokens go to clients through an API process."""
+def measure_host(cost: Coefficients, submit: SubmitTimes, wake: float, *, is_served: bool) -> HostCost:
+    """`wake` is known from the calibration. `is_served` says that tokens go to clients through an API process."""
     few, many = _steps(FEW, cost), _steps(MANY, cost)
     row = max(0.0, many.step - few.step) / (MANY - FEW)
     step = max(0.0, few.step - FEW * row)
@@ -61,6 +61,7 @@ def measure_host(cost: Coefficients, submit: SubmitTimes, *, is_served: bool) ->
         token=API_TOKEN * row if is_served else 0.0,
         arrival=_arrival(),
         visit=_visit(cost),
+        wake=wake,
     )
 
 

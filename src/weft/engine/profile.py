@@ -15,7 +15,7 @@ def profile_of(engine: Engine, calibration: Calibration, max_num_batched_tokens:
     host = scheduler.policy.host
     if scheduler.policy.cost is None:  # it was not measured with the policy
         submit = SubmitTimes(calibration.submit, calibration.submit_prefill)
-        host = measure_host(calibration.coefficients, submit, is_served=True)
+        host = measure_host(calibration.coefficients, submit, calibration.wake, is_served=True)
     return {
         "origin": f"measured with weft {__version__} on {calibration.device}: {calibration.steps} steps, error p50 "
         f"{calibration.error_p50:.1%}, p99 {calibration.error_p99:.1%}",

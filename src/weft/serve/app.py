@@ -32,6 +32,7 @@ from weft.serve.turns import Turns
 from weft.text.tokenizer import Tokenizer
 
 B = TypeVar("B")
+NO_RESPONSE = "the engine process does not respond; it is replaced if it stays so"
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -220,6 +221,8 @@ class Server:
         if facts is None:
             message = "the engine is not ready yet: the model is being loaded"
             raise ApiError(503, message, code="engine_starting", retry_after=2)
+        if self.client.is_silent:
+            raise ApiError(503, NO_RESPONSE, code="engine_silent", retry_after=10)
         return facts
 
     async def _parse(self, data: bytes, kind: type[B]) -> B:
@@ -328,6 +331,8 @@ class Server:
         if self.client.facts is None:
             why = self.client.fatal or "the engine process is starting"
             raise ApiError(503, why, code="engine_down", retry_after=2)
+        if self.client.is_silent:
+            raise ApiError(503, NO_RESPONSE, code="engine_silent", retry_after=10)
         await answer(send, 200, {"status": "ok"})
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-import shutil
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
 from weft.errors import RequestError
 from weft.observe.metrics import EngineStep
+from weft.serve.folder import EngineFolder, sweep
 from weft.serve.messages import (
     Abort,
     Begin,
@@ -37,6 +36,7 @@ from weft.serve.messages import (
     decode_for_api,
     encode,
 )
+from weft.serve.pulse import LOOK, Watch
 
 MOST_DEATHS = 5  # of the engine process within DEATHS_WITHIN, after which it is not started again
 DEATHS_WITHIN = 300.0  # seconds
@@ -136,8 +136,15 @@ class EngineClient:
         self._routes: dict[int, tuple[Job, int]] = {}
         self._socket: zmq.asyncio.Socket | None = None
         self._deaths: deque[float] = deque()
+        self._watch: Watch | None = None
+        self._was_up = False  # some engine process was ready once
         self._closing = False
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether there is an engine process, but it has not given a sign of life for a while."""
+        return self._watch is not None and self._watch.is_silent
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise())
@@ -190,10 +197,18 @@ class EngineClient:
             self._socket.send(encode(message))
 
     async def _supervise(self) -> None:
+        sweep()
         while True:
-            await self._live()
+            why = DIED
+            try:
+                why = await self._live() or DIED
+            except Exception as error:
+                # Without a message such an end would be a server that is starting for ever.
+                why = f"the engine process cannot be started: {error or type(error).__name__}"
+                if not self._was_up:
+                    self.fatal = why
             self._listener.on_death()
-            self.lose_everybody(self.fatal or DIED)
+            self.lose_everybody(self.fatal or why)
             if self.fatal is not None or self._closing:
                 break
             now = clock()
@@ -202,21 +217,23 @@ class EngineClient:
                 self._deaths.popleft()
             if len(self._deaths) > MOST_DEATHS:
                 self.fatal = f"the engine process died {len(self._deaths)} times within {DEATHS_WITHIN:g} s"
+                if why != DIED:
+                    self.fatal += f"; at last: {why}"
                 break
-            self._listener.on_log("the engine process died; starting another")
+            self._listener.on_log(f"{why}; starting another")
             await asyncio.sleep(0.1 * 2 ** (len(self._deaths) - 1) if len(self._deaths) > 1 else 0)
         self.changed.set()
 
-    async def _live(self) -> None:
-        """The life of one engine process, from start to end."""
-        folder = tempfile.mkdtemp(prefix="weft-")  # readable by this user alone
+    async def _live(self) -> str | None:
+        """The life of one engine process, from start to end; why it was ended, if it was."""
+        folder = EngineFolder()
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
         process = None
         try:
-            address = f"ipc://{folder}/engine"
-            socket.bind(address)
+            socket.bind(folder.address)
+            watch = Watch(folder.pulse)
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "weft.serve.worker"),
                 stdin=asyncio.subprocess.PIPE,
@@ -224,21 +241,30 @@ class EngineClient:
             )
             assert process.stdin is not None
             self.pid = process.pid
-            process.stdin.write(msgspec.json.encode(msgspec.structs.replace(self._orders, address=address)) + b"\n")
-            self._socket = socket
+            orders = msgspec.structs.replace(self._orders, address=folder.address, pulse=str(folder.pulse))
+            process.stdin.write(msgspec.json.encode(orders) + b"\n")
+            self._socket, self._watch = socket, watch
             listening = asyncio.create_task(self._listen(socket))
             ended = asyncio.create_task(process.wait())
+            watching = asyncio.create_task(_wedged(watch))
             try:
-                await asyncio.wait((listening, ended), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((listening, ended, watching), return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():
+                    process.kill()  # it would not hear anything else
+                    return watching.result()
                 if not listening.done():  # it has died; its last words may be in the socket
                     await asyncio.wait((listening,), timeout=0.05)
+                if listening.done():
+                    listening.result()  # a message that nobody understands is an error
             finally:
                 listening.cancel()
+                watching.cancel()
                 await _end(process, ended)
         finally:
-            self._socket, self.facts, self.pid, self.load = None, None, None, Load()
+            self._socket, self._watch, self.facts, self.pid, self.load = None, None, None, None, Load()
             socket.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.remove()
+        return None
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         """Until the engine says that it cannot go on."""
@@ -252,7 +278,7 @@ class EngineClient:
                     self._reject(message)
                 case Ready(facts):
                     self.load = Load(free_blocks=facts.num_blocks)
-                    self.facts = facts
+                    self.facts, self._was_up = facts, True
                     self._listener.on_ready(facts)
                     self.changed.set()
                 case Fatal(reason):
@@ -295,6 +321,14 @@ class EngineClient:
             job.put(Update(index, None, lost=reason))
 
 
+async def _wedged(watch: Watch) -> str:
+    """Watches the engine until it must be replaced; says why."""
+    while (verdict := watch.verdict) is None:
+        await asyncio.sleep(LOOK)
+        watch.look()
+    return verdict
+
+
 async def _end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
     """The end of its standard input tells it to go; one that does not listen is killed."""
     if process.stdin is not None:
@@ -303,4 +337,6 @@ async def _end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") 
         await asyncio.wait((ended,), timeout=PATIENCE)
     if process.returncode is None:
         process.kill()
-        await asyncio.wait((ended,))
+        done, _ = await asyncio.wait((ended,), timeout=PATIENCE)
+        if not done:  # it hangs in the kernel, with all that it holds of the device
+            raise RuntimeError(f"process {process.pid} cannot be killed")

@@ -26,6 +26,7 @@ class Orders(msgspec.Struct):
     eos_ids: tuple[int, ...]  # that end a text beside those that the model's config names
     options: dict[str, Any]  # EngineOptions
     record_steps: str | None = None  # file for StepRecords
+    pulse: str = ""  # file that shows that the process is alive
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, eq=False):

@@ -48,6 +48,7 @@ from weft.serve.messages import (
     decode_for_engine,
     encode,
 )
+from weft.serve.pulse import Pulse
 
 SWITCH = 0.0005  # seconds that another thread may keep the interpreter from the loop
 MOST_FAILURES = 3  # steps in a row; then the device is not to be trusted and another process is better
@@ -65,6 +66,8 @@ def main() -> int:
         return 1
     orders = msgspec.json.decode(line, type=Orders)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    pulse = Pulse(Path(orders.pulse))
+    pulse.start()
     sys.setswitchinterval(SWITCH)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.setsockopt(zmq.LINGER, LINGER)
@@ -81,7 +84,7 @@ def main() -> int:
     collector = Collector()
     collector.freeze()
     socket.send(encode(Ready(facts_of(engine, orders.options))))
-    Worker(engine, socket, collector, log).run()
+    Worker(engine, socket, collector, pulse, log).run()
     return 1
 
 
@@ -116,9 +119,14 @@ class Worker:
     """Drives one engine from one socket, in one thread."""
 
     def __init__(
-        self, engine: Engine, socket: "zmq.Socket[bytes]", collector: Collector, log: StepLog | None = None
+        self,
+        engine: Engine,
+        socket: "zmq.Socket[bytes]",
+        collector: Collector,
+        pulse: Pulse,
+        log: StepLog | None = None,
     ) -> None:
-        self.collector, self.log = collector, log
+        self.collector, self.pulse, self.log = collector, pulse, log
         self.engine, self.loop, self.socket = engine, engine.loop, socket
         self.loop.on_record = self._note
         self._streams: dict[int, Stream] = {}
@@ -133,12 +141,14 @@ class Worker:
     def run(self) -> None:
         """Until too many steps have failed; the end of the API process ends this one from outside."""
         while self._failures < MOST_FAILURES:
+            self.pulse.turn(busy=self.loop.has_work)
             if not self.loop.has_work and not self._opening:
                 self.collector.idle()
             self._receive(0 if self.loop.has_work else SOON if self._opening else None)
             for job in [job for job, opening in self._opening.items() if opening.done()]:
                 self._add(job, self._opening.pop(job).result)
             if self.loop.has_work:
+                self.pulse.turn(busy=True)
                 self._turn()
 
     def _receive(self, patience: int | None) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from weft.core import HostCost, Outcome, Promise, Request, Scheduler, StepPlan, StepShape, Targets
 from weft.core.cost import Coefficients
+from weft.core.host import IDLE, WAKING
 from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
 
 
@@ -81,6 +82,7 @@ class _Game:
         self.seconds = truth.clock()
         self.now = 0.0
         self.device_free = 0.0
+        self.awake = WAKING  # until then steps take longer, since the device had nothing to do before
         self.api_free = 0.0  # when the tokens of all steps before have been handed out
         self.deliveries: deque[tuple[float, float]] = deque(maxlen=4)  # when those of late were
         self.arrived = 0
@@ -106,7 +108,10 @@ class _Game:
                 self.owner[request.slot] = self.number[request]
             self.now += self.host.before(len(plan.slots), plan.shape.slices > 0)
             started = max(self.now, self.device_free)
-            self.device_free = started + self.seconds(plan.shape)
+            if started - self.device_free > IDLE:
+                self.awake = started + WAKING
+            slow = 1 + self.host.wake if started < self.awake else 1.0
+            self.device_free = started + slow * self.seconds(plan.shape)
             self.in_flight.append((plan, started, self.device_free))
         for request in self.scheduler.refused:
             self.refused[self.number[request]] = True

@@ -1,0 +1,55 @@
+"""EngineFolder: where the API process and its engine process meet: a socket, and the file of the pulse."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+PREFIX = "weft-"
+LOCK = "lock"
+LONGEST = 103  # bytes of a socket's path: Linux has room for 107, macOS for 103
+SETTLED = 60.0  # seconds after which a folder without a lock was left behind, and is not being made
+
+
+class EngineFolder:
+    """Readable by this user alone. Its lock is held as long as this process lives, however it ends."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        socket = self.path / "engine"
+        if len(os.fsencode(socket)) > LONGEST:
+            self.remove()
+            raise OSError(
+                f"the path of a socket, {socket}, has {len(os.fsencode(socket))} bytes, and may have {LONGEST}: "
+                "point TMPDIR to a folder with a shorter path"
+            )
+        self.address = f"ipc://{socket}"
+        self.pulse = self.path / "pulse"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def sweep() -> int:
+    """Removes folders that killed servers of this user left behind; returns how many."""
+    removed = 0
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            about = folder.lstat()
+            if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or time.time() - about.st_mtime < SETTLED:
+                continue
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # others' folders have none
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+                removed += 1
+            finally:
+                os.close(lock)
+    return removed

@@ -1,0 +1,62 @@
+"""One key with many clients beside another with one: the one is served as if it had half of the device."""
+
+import asyncio
+import time
+from typing import NamedTuple
+
+import httpx
+
+from tests.serve.running import RunningServer
+
+MANY, ONE = "key-of-many", "key-of-one"
+CLIENTS = 60
+SECONDS = 15.0
+
+
+class Seen(NamedTuple):
+    statuses: list[int]
+    ttfts: list[float]
+
+
+async def ask(client: httpx.AsyncClient, key: str, seen: Seen) -> None:
+    body = {"prompt": [7] * 100, "max_tokens": 32, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    began = time.perf_counter()
+    headers = {"authorization": f"Bearer {key}"}
+    async with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        seen.statuses.append(answer.status_code)
+        first = True
+        async for line in answer.aiter_lines():
+            if first and line.startswith("data: {") and answer.status_code == 200:
+                seen.ttfts.append(time.perf_counter() - began)
+                first = False
+    if answer.status_code != 200:
+        await asyncio.sleep(0.2)
+
+
+async def both(url: str) -> tuple[Seen, Seen]:
+    many, one = Seen([], []), Seen([], [])
+    until = time.monotonic() + SECONDS
+
+    async def loop(key: str, seen: Seen, delay: float) -> None:
+        await asyncio.sleep(delay)
+        while time.monotonic() < until:
+            await ask(client, key, seen)
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        await asyncio.gather(*(loop(MANY, many, 0.0) for _ in range(CLIENTS)), loop(ONE, one, 2.0))
+    return many, one
+
+
+def test_sixty_clients_of_one_key_refuse_none_of_another() -> None:
+    options = ("--max-num-seqs", "64", "--kv-cache-memory-bytes", "128MiB")
+    targets = ("--gap-target-ms", "150", "--ttft-target-ms", "4000", "--ttft-target-per-1k-ms", "0")
+    server = RunningServer(*options, *targets, "--api-key", MANY, "--api-key", ONE)
+    try:
+        many, one = asyncio.run(both(server.url))
+    finally:
+        server.kill()
+    assert len(one.statuses) >= 3
+    assert set(one.statuses) == {200}, f"{one.statuses.count(503)} of {len(one.statuses)} refused"
+    assert sorted(one.ttfts)[len(one.ttfts) // 2] < 4.0
+    assert many.statuses.count(200) >= CLIENTS, "the many are served as well"
