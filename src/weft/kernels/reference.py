@@ -13,7 +13,8 @@ from weft.kv import KVPool
 class ReferenceAttention:
     """One step's attention (an `Attend`). Decode rows are padded and run together, prefill rows one by one.
 
-    `positions` and `places` (block * block_size + offset) are each token's. `tables` holds each row's block table,
+    `positions` and `places` (block * block_size + offset) are each token's; where there are more positions than places,
+    the rest of the rows is not looked at. `tables` holds each row's block table,
     `first` and `count` each row's positions; the first `num_decodes` rows are decodes of one token.
     """
 
@@ -44,8 +45,10 @@ class ReferenceAttention:
     def __call__(self, heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         layer, scale, window = heads.layer, heads.scale, heads.window
         q, k, v = self.plain.split(heads, qkv)
-        self.kv.write(layer, self.places, k, v)
+        tokens = len(self.places)  # rows behind them only fill the step up
+        self.kv.write(layer, self.places, k[:tokens], v[:tokens])
         out = torch.empty_like(q)
+        out[tokens:] = 0
         for group in self._decodes:
             out[group.rows] = group.attend(self.kv, layer, q[group.rows], scale, window)
         for prefill in self._prefills:
