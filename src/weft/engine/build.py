@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weft.core import CostModel, Policy, Scheduler, Source, Targets, chunked, monolithic, slo
 from weft.core.slots import Slots
 from weft.engine.calibration import Calibration, calibrate, calibration_file, load_calibration, save_calibration
+from weft.engine.container import container_rooms
 from weft.engine.cpu import prepare_cpu
 from weft.engine.engine import Engine, Promises
 from weft.engine.executor import Executor, Lumps
@@ -308,11 +309,13 @@ def _num_blocks(options: EngineOptions, model: "CausalLM", memory: int) -> int:
 
 
 def _available_memory() -> int:
+    """Bytes that this process may still take: what the machine has free, and what its container allows."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):  # not Linux
-        return 8 << 30
+        free = 8 << 30
+    return min([free, *container_rooms()])
 
 
 def _fit_context(options: EngineOptions, longest: int, num_blocks: int) -> int:
