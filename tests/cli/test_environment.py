@@ -17,7 +17,9 @@ def test_other_commands_do_not_mind_them(
     assert ended.value.code == 0
 
 
-@pytest.mark.parametrize(("name", "value"), [("WEFT_POLICY", "zz"), ("WEFT_MAX_NUM_SEQS", "many")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("WEFT_POLICY", "zz"), ("WEFT_MAX_NUM_SEQS", "many"), ("WEFT_API_KEY", ",")]
+)
 def test_a_wrong_one_is_said_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
 ) -> None:

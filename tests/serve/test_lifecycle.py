@@ -89,7 +89,7 @@ def test_engine_ends_with_the_api_process(own: RunningServer) -> None:
     eventually(lambda: not is_alive(engine), 5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_clean_end(own: RunningServer, number: int) -> None:
     engine = own.engine_pid
     assert own.stop(number) == 0, own.log

@@ -203,6 +203,7 @@ def test_browsers_are_answered_where_they_may_ask(guarded: RunningServer) -> Non
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://chat.example.org"
         assert client.get("/health", headers=ours).headers["access-control-allow-origin"] == "https://chat.example.org"
+        assert client.get("/health").headers["vary"] == "Origin", "what is cached without an origin is not for all"
         theirs = {"origin": "https://evil.example.org"}
         assert client.options(TEXT, headers=theirs).status_code == 401
         assert "access-control-allow-origin" not in client.get("/health", headers=theirs).headers

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,15 @@ def test_a_long_prompt_on_an_idle_machine_is_not_refused() -> None:
         "slo", Trace("t", (Arrival(0.0, 120_000, 5),)), PROFILE, Targets(gap=0.05, ttft=1.0, ttft_per_1k=0.25), EXACT
     )
     assert not played.refused.any()
+
+
+def test_steps_after_an_idle_time_take_longer_where_the_profile_says_so() -> None:
+    trace = Trace("t", tuple(Arrival(float(at), 500, 1) for at in (1.0, 2.0, 2.0, 3.0)))
+    plain = run_policy("chunked:512", trace, PROFILE, Targets(), EXACT)
+    sleepy = replace(PROFILE, host=replace(PROFILE.host, wake=0.5))
+    found = run_policy("chunked:512", trace, sleepy, Targets(), EXACT)
+    assert found.ttft[[0, 1, 3]] == pytest.approx(1.5 * plain.ttft[[0, 1, 3]])
+    assert (found.ttft >= plain.ttft).all()
 
 
 def test_a_request_without_a_promise_is_never_refused() -> None:

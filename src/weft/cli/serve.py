@@ -218,7 +218,10 @@ def _from_environment(name: str, action: argparse.Action, text: str) -> Any:
     if action.dest == "allowed_origins" and text.lstrip().startswith("["):
         return [text]  # a list in JSON, as on the command line
     if isinstance(action.default, list):
-        return [part for part in text.replace(",", " ").split() if part]
+        parts = text.replace(",", " ").split()
+        if not parts:  # a server that is believed to have a key must not be open
+            raise OptionError(f"{name}={text!r} has no value in it: write one, or several with commas between them")
+        return parts
     if action.choices is not None and text not in action.choices:
         raise OptionError(f"{name}={text!r} is unknown: choose {', '.join(action.choices)}")
     if action.type is None:

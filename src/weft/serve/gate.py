@@ -107,6 +107,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if self.origins:  # caches must not give one page's answer to another
+                    message["headers"] = [*message["headers"], (b"vary", b"Origin")]
                 if open_to:
                     message["headers"] = [*message["headers"], (b"access-control-allow-origin", open_to)]
             await send(message)

@@ -180,7 +180,7 @@ class _Process(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last: the terminal is gone
             loop.add_signal_handler(number, self._signalled, number)
         watching = asyncio.create_task(self._watch_engine())
         try:

@@ -59,7 +59,11 @@ LINGER = 1000  # milliseconds that last words may take to get out
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the API process, which decides what they mean
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # they are for the API process, which decides what they mean
         signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line:
