@@ -197,14 +197,15 @@ class EngineClient:
             self._socket.send(encode(message))
 
     async def _supervise(self) -> None:
-        sweep()
+        with contextlib.suppress(OSError):
+            sweep()
         while True:
             why = DIED
             try:
                 why = await self._live() or DIED
             except Exception as error:
                 # Without a message such an end would be a server that is starting for ever.
-                why = f"the engine process cannot be started: {error or type(error).__name__}"
+                why = f"the engine process cannot be run: {str(error) or type(error).__name__}"
                 if not self._was_up:
                     self.fatal = why
             self._listener.on_death()
@@ -226,14 +227,13 @@ class EngineClient:
 
     async def _live(self) -> str | None:
         """The life of one engine process, from start to end; why it was ended, if it was."""
-        folder = EngineFolder()
-        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        socket.set_hwm(0)
-        socket.setsockopt(zmq.LINGER, 0)
-        process = None
-        try:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(contextlib.closing(EngineFolder()))
+            socket = stack.enter_context(zmq.asyncio.Context.instance().socket(zmq.PAIR, linger=0))
+            socket.set_hwm(0)
             socket.bind(folder.address)
-            watch = Watch(folder.pulse)
+            watch = stack.enter_context(contextlib.closing(Watch(folder.pulse)))
+            stack.callback(self._forget)
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "weft.serve.worker"),
                 stdin=asyncio.subprocess.PIPE,
@@ -249,7 +249,7 @@ class EngineClient:
             watching = asyncio.create_task(_wedged(watch))
             try:
                 await asyncio.wait((listening, ended, watching), return_when=asyncio.FIRST_COMPLETED)
-                if watching.done():
+                if watching.done() and process.returncode is None:
                     process.kill()  # it would not hear anything else
                     return watching.result()
                 if not listening.done():  # it has died; its last words may be in the socket
@@ -260,11 +260,11 @@ class EngineClient:
                 listening.cancel()
                 watching.cancel()
                 await _end(process, ended)
-        finally:
-            self._socket, self._watch, self.facts, self.pid, self.load = None, None, None, None, Load()
-            socket.close()
-            folder.remove()
         return None
+
+    def _forget(self) -> None:
+        """There is no engine process any more."""
+        self._socket, self._watch, self.facts, self.pid, self.load = None, None, None, None, Load()
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         """Until the engine says that it cannot go on."""

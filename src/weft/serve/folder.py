@@ -20,11 +20,15 @@ class EngineFolder:
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            self.path.rmdir()
+            raise
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         socket = self.path / "engine"
         if len(os.fsencode(socket)) > LONGEST:
-            self.remove()
+            self.close()
             raise OSError(
                 f"the path of a socket, {socket}, has {len(os.fsencode(socket))} bytes, and may have {LONGEST}: "
                 "point TMPDIR to a folder with a shorter path"
@@ -32,7 +36,7 @@ class EngineFolder:
         self.address = f"ipc://{socket}"
         self.pulse = self.path / "pulse"
 
-    def remove(self) -> None:
+    def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
