@@ -229,8 +229,9 @@ class EngineClient:
         """The life of one engine process, from start to end; why it was ended, if it was."""
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(contextlib.closing(EngineFolder()))
-            socket = stack.enter_context(zmq.asyncio.Context.instance().socket(zmq.PAIR, linger=0))
+            socket = stack.enter_context(zmq.asyncio.Context.instance().socket(zmq.PAIR))
             socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
             socket.bind(folder.address)
             watch = stack.enter_context(contextlib.closing(Watch(folder.pulse)))
             stack.callback(self._forget)
