@@ -50,7 +50,7 @@ async def both(url: str) -> tuple[Seen, Seen]:
 
 def test_sixty_clients_of_one_key_refuse_none_of_another() -> None:
     options = ("--max-num-seqs", "64", "--kv-cache-memory-bytes", "128MiB")
-    targets = ("--gap-target-ms", "150", "--ttft-target-ms", "4000", "--ttft-target-per-1k-ms", "0")
+    targets = ("--gap-target-ms", "500", "--ttft-target-ms", "4000", "--ttft-target-per-1k-ms", "0")
     server = RunningServer(*options, *targets, "--api-key", MANY, "--api-key", ONE)
     try:
         many, one = asyncio.run(both(server.url))
