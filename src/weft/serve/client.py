@@ -256,7 +256,7 @@ class EngineClient:
                 if not listening.done():  # it has died; its last words may be in the socket
                     await asyncio.wait((listening,), timeout=0.05)
                 if listening.done():
-                    listening.result()  # a message that nobody understands is an error
+                    listening.result()  # raises where a message could not be decoded
             finally:
                 listening.cancel()
                 watching.cancel()

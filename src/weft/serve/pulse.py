@@ -1,7 +1,7 @@
 """Pulse: the engine process shows that it is alive, and that its loop turns, in a file that both processes map.
 
 A thread of the engine process counts beats: they end where the process is stopped or cannot run. Its loop counts turns:
-they end where a step never ends. Counts are compared, not times, so that a machine that was asleep accuses nobody.
+they end where a step never ends. Counts are compared, not times: the engine is not blamed for a machine that slept.
 """
 
 import mmap
