@@ -3,27 +3,21 @@
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from weft.core.budget import Allowance, StepLoad
 from weft.core.cost import CostModel, StepShape
-from weft.core.forecast import Array, Forecast, Prefill, Rows, forecast
+from weft.core.forecast import Array, Forecast, Prefill, Rows, expect, forecast
+from weft.core.lineup import Lineup
 from weft.core.request import Request
 
 MEMORY = 10.0  # seconds over which the load is averaged
 MOST_LOAD = 0.6  # more than this is not believed
 SURELY = 4.0  # times its work: a prompt that is given so long is read in time by an idle machine
 HOPE = 2.0  # times as fast as of late memory may come free; who would be late even so is hopeless
-
-
-class Lineup(NamedTuple):
-    """All prompts that are not computed yet, in the order of service."""
-
-    requests: list[Request]
-    rows: Rows
 
 
 MakeLineup = Callable[[Sequence[Request]], Lineup]  # with these newcomers in it
@@ -84,22 +78,42 @@ class DeadlineAdmission:
         """Forecasts the queue with all newcomers in it. Where a promise would be broken, the newest of the newcomers
         that are served before it are refused, as many as it takes, and the rest is forecast again.
         """
+        if newcomers[0].batch:  # the batch class is promised nothing, and goes behind all that are
+            return Screened(newcomers)
         self._loads.decay(load.start)
-        screening = _Screening(self, newcomers, lineup(newcomers))
+        everything = lineup(newcomers)
+        screening = _Screening(self, newcomers, everything)
         refused: list[Request] = []
         while True:
-            found = forecast(self.cost, self.allowance, load, screening.rows, screening.busy)
+            found = forecast(self.cost, self.allowance, load, screening.lineup.rows, screening.busy)
             victims = screening.victims(found)
-            refused += victims
-            if not victims:
-                break
-            screening.remove(victims)
+            refused += screening.remove(victims)
             visits -= found.visits
-            if visits < 0:  # whether the others can be kept is not proved yet
-                return Screened([], refused, screening.newcomers)
-        for request, seconds in screening.predict(found):
-            self._loads.add(request.tenant, seconds)
+            if not victims or visits < 0:
+                break
+        if refused or found.lacks_place:
+            self._predict(everything, refused, load, screening.busy)
+        if victims:  # whether the others can be kept is not proved yet
+            return Screened([], refused, screening.newcomers)
+        for place in screening.lineup.newcomers:
+            request = screening.lineup.at(place)
+            if request.due < math.inf:
+                self._loads.add(request.tenant, float(found.seconds[place]))
+                if not (refused or found.lacks_place):
+                    request.predicted_ttft = float(found.expected[place]) - request.arrival
         return Screened(screening.newcomers, refused)
+
+    def _predict(self, lineup: Lineup, refused: Sequence[Request], load: StepLoad, busy: float) -> None:
+        """Notes when the newcomers' first tokens will come, and those of the refused would have, each without the
+        others that are refused with it."""
+        gone = set(refused)
+        left_out = np.zeros(len(lineup.order), np.bool_)
+        left_out[[place for place in lineup.newcomers if lineup.at(place) in gone]] = True
+        expected = expect(self.cost, self.allowance, load, lineup.rows, busy, left_out)
+        for place in lineup.newcomers:
+            request = lineup.at(place)
+            if request.due < math.inf:
+                request.predicted_ttft = float(expected[place]) - request.arrival
 
     def minds(self, request: Request, newcomer: Request) -> bool:
         """Whether a newcomer must not make this one late. It may, where that one's tenant loads the device more."""
@@ -145,48 +159,35 @@ class _Screening:
 
     def __init__(self, admission: DeadlineAdmission, newcomers: Sequence[Request], lineup: Lineup) -> None:
         self.admission = admission
+        self.lineup = lineup
         self.newcomers = list(newcomers)
-        self.requests, self.rows = lineup
+        self._number = {request: number for number, request in enumerate(newcomers)}  # the last is the newest
         self._loads = {tenant: admission.busy(tenant) for tenant in {request.tenant for request in newcomers}}
         self.busy = max(self._loads.values(), default=0.0)
-        self._find()
 
-    def _find(self) -> None:
-        order = {request: number for number, request in enumerate(self.newcomers)}
-        self._places = [place for place, request in enumerate(self.requests) if request in order]
-        self._order = {place: order[self.requests[place]] for place in self._places}  # the last of them is the newest
+    def remove(self, places: Sequence[int]) -> list[Request]:
+        """Takes newcomers out of the line-up; returns them."""
+        gone = [self.lineup.at(place) for place in places]
+        self.lineup = self.lineup.without(places)
+        left_out = set(gone)
+        self.newcomers = [request for request in self.newcomers if request not in left_out]
+        return gone
 
-    def remove(self, victims: Sequence[Request]) -> None:
-        gone = set(victims)
-        stay = np.array([request not in gone for request in self.requests], np.bool_)
-        self.rows = self.rows.take(stay)
-        self.requests = [request for request in self.requests if request not in gone]
-        self.newcomers = [request for request in self.newcomers if request not in gone]
-        self._find()
-
-    def predict(self, found: Forecast) -> Iterator[tuple[Request, float]]:
-        """Notes when the first tokens of newcomers come; gives the seconds that reading each will take."""
-        for place in self._places:
-            request = self.requests[place]
-            if request.due < math.inf:
-                request.predicted_ttft = float(found.expected[place]) - request.arrival
-                yield request, float(found.seconds[place])
-
-    def victims(self, found: Forecast) -> list[Request]:
-        """The newcomers to refuse, in the order of service: the newest of those before a promise that would be broken.
+    def victims(self, found: Forecast) -> list[int]:
+        """The places of newcomers to refuse: the newest of those before a promise that would be broken.
 
         A prompt that is late needs their time; one that finds no room among the decodes needs the place of one.
         """
         late = self._lateness(found)
         gone: set[int] = set()
         before: list[int] = []  # places of newcomers up to here that may be refused, the newest last
-        unseen = deque(self._places)
+        unseen = deque(self.lineup.newcomers)
         relief, freed = 0.0, 0  # seconds and places among the decodes that refusals have given back
         for place in np.flatnonzero(late > 0).tolist():
             while unseen and unseen[0] <= place:
                 one = unseen.popleft()
-                if self.requests[one].deadline < math.inf:
-                    insort(before, one, key=self._order.__getitem__)
+                if self.lineup.at(one).deadline < math.inf:
+                    insort(before, one, key=self._newness)
             has_room = found.ends[place] < math.inf
             while place not in gone and (late[place] > relief if has_room else freed < 1):
                 victim = next((one for one in reversed(before) if self._minds(place, one)), None)
@@ -198,11 +199,13 @@ class _Screening:
                 freed += 1
             if place not in gone and not has_room:
                 freed -= 1
-        self._predict_refused(found, sorted(gone))
-        return [self.requests[place] for place in sorted(gone)]
+        return sorted(gone)
+
+    def _newness(self, place: int) -> int:
+        return self._number[self.lineup.at(place)]
 
     def _minds(self, place: int, newcomer: int) -> bool:
-        return self.admission.minds(self.requests[place], self.requests[newcomer])
+        return self.admission.minds(self.lineup.at(place), self.lineup.at(newcomer))
 
     def _lateness(self, found: Forecast) -> Array:
         """Seconds by which each first token would be late; infinite where it finds no room.
@@ -211,19 +214,13 @@ class _Screening:
         own work takes 1 / (1 - load) times as long.
         """
         with np.errstate(invalid="ignore"):  # no room, and no promise either
-            late = np.nan_to_num(found.ends - self.rows.deadline, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-        for place in self._places:
-            busy = self._loads[self.requests[place].tenant]
+            late = np.nan_to_num(
+                found.ends - self.lineup.rows.deadline, nan=-math.inf, posinf=math.inf, neginf=-math.inf
+            )
+        for place in self.lineup.newcomers:
+            busy = self._loads[self.lineup.at(place).tenant]
             late[place] += found.seconds[place] * busy / (1 - busy)
         return late
-
-    def _predict_refused(self, found: Forecast, places: list[int]) -> None:
-        """When their first tokens would have come, each without the others that are refused with it."""
-        relief = 0.0
-        for place in places:
-            request = self.requests[place]
-            request.predicted_ttft = float(found.expected[place]) - relief - request.arrival
-            relief += float(found.seconds[place])
 
 
 class _Loads:

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple, Protocol
 
 from weft.core.cost import CostModel, StepShape
+from weft.core.turnover import NONE_DECODES, Ends
 
 IDLE_STEP = 0.25  # seconds a step may take where nobody decodes, so that a newcomer never waits behind an enormous one
 LEAST_SLICE = 16  # tokens
@@ -20,7 +21,7 @@ class StepLoad(NamedTuple):
     shape: StepShape  # of the decodes
     gap: float  # seconds; the tightest promised gap among them, infinite where there is none
     soft_gap: float = math.inf  # seconds; the tightest default gap target among them, which gives way
-    longest: int = 0  # tokens that the one of them with most to write may still write
+    ends: Ends = NONE_DECODES  # when they end
     crowded: bool = False  # whether batch requests, which are not counted here, decode beside them
     wish: float = math.inf  # seconds; the tightest gap that one of them wishes for beyond what all are promised
     free: float = math.inf  # tokens of KV memory that newcomers find
@@ -174,7 +175,7 @@ class UpToTheGap:
         step = self.step(cost, beside, reach)
         least = least_step(cost, decodes, context, reach)
         if least > step:
-            return 0.0
+            return self._squeezed_pace(cost, beside, reach)
         c = cost.coefficients
         if c.wave or c.grain > 1:
             tokens = max(1, self.tokens - decodes)
@@ -184,6 +185,15 @@ class UpToTheGap:
         work = (c.token + c.pair * reach / 4) * max(0, self.tokens - decodes)
         full = max(least, aside + work)
         return work / full if full < step else 1 - aside / step
+
+    def _squeezed_pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
+        """With the smallest slice in every step, see TimeBudget; 0 where not even that keeps the gap."""
+        c = cost.coefficients
+        shape = StepShape(beside.decodes, decodes=beside.decodes, context=beside.context)
+        step = c.predict(c.with_slice(shape, max(0, int(reach) - LEAST_SLICE), LEAST_SLICE))
+        if step * cost.bias > min(beside.gap, beside.soft_gap):
+            return 0.0
+        return LEAST_SLICE * (c.token + c.pair * reach / 2) / step
 
 
 class TokenBudget:

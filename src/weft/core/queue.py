@@ -1,16 +1,19 @@
 """The queue: who waits, in lines by class and tenant, and whose turn it is to prefill."""
 
 import math
-from bisect import insort
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.core.cost import CostModel
 from weft.core.promises import Source
 from weft.core.request import Rank, Request, State
-from weft.core.tenants import DEBT, INPUT_WEIGHT, Account
+from weft.core.tenants import DEBT, Account
 
 TURN = 1.0  # seconds by which a prompt is put back for each one of the same user that waits before it
 PATIENCE = 10.0  # seconds after which a request without a promise goes before those promised a first token later
@@ -59,19 +62,41 @@ class BySlack:
         return (request.batch, request.priority, request.precedence, start, request.arrival, request.id)
 
 
-class Line(NamedTuple):
-    """Who waits for the same: one class and one tenant."""
+class LineKey(NamedTuple):
+    """One class and one tenant."""
 
     batch: bool
     priority: int
     account: Account
 
 
-class Queue:
-    """Those who wait. Each line is in order of rank; between lines, class and service decide."""
+class Line:
+    """The requests of one class and tenant that wait, in order of rank."""
 
     def __init__(self) -> None:
-        self.lines: dict[Line, list[Request]] = {}
+        self.requests: list[Request] = []
+        self.rows = bytearray()  # `packed` of each, in the same order
+
+    def add(self, request: Request) -> None:
+        place = bisect_left(self.requests, request.rank, key=rank_of)
+        self.requests.insert(place, request)
+        offset = place * len(request.packed)
+        self.rows[offset:offset] = request.packed
+
+    def remove(self, request: Request) -> None:
+        place = bisect_left(self.requests, request.rank, key=rank_of)
+        while self.requests[place] is not request:
+            place += 1
+        del self.requests[place]
+        size = len(request.packed)
+        del self.rows[place * size : (place + 1) * size]
+
+
+class Queue:
+    """The requests that wait. Between lines, class and service decide."""
+
+    def __init__(self) -> None:
+        self.lines: dict[LineKey, Line] = {}
         self.tokens = 0  # to compute, of all who wait
         self._count = 0
 
@@ -80,27 +105,29 @@ class Queue:
 
     def __iter__(self) -> Iterator[Request]:
         for line in self.lines.values():
-            yield from line
+            yield from line.requests
 
     def add(self, request: Request) -> None:
-        insort(self.lines.setdefault(_line(request), []), request, key=_rank)
+        self.lines.setdefault(line_of(request), Line()).add(request)
         self.tokens += request.known
         self._count += 1
 
     def remove(self, request: Request) -> None:
-        key = _line(request)
+        key = line_of(request)
         line = self.lines[key]
         line.remove(request)
-        if not line:
+        if not line.requests:
             del self.lines[key]
         self.tokens -= request.known
         self._count -= 1
 
     def heads(self) -> list[Request]:
-        return [line[0] for line in self.lines.values()]
+        return [line.requests[0] for line in self.lines.values()]
 
     def check_integrity(self) -> None:
-        assert all(line and sorted(line, key=_rank) == line for line in self.lines.values()), "a line is out of order"
+        for line in self.lines.values():
+            assert line.requests == sorted(line.requests, key=rank_of), "a line is out of order"
+            assert line.rows == b"".join(request.packed for request in line.requests), "a line's rows are out of order"
         assert self._count == sum(1 for _ in self), "the queue miscounts its requests"
         assert self.tokens == sum(request.known for request in self), "the queue miscounts its tokens"
 
@@ -113,8 +140,8 @@ class Turns:
         self._overtakes = overtakes
         self._admitting = True
         self._started = _by_line(started)
-        self._passed: Counter[Line] = Counter()  # in each line of the queue, how many were passed over
-        self._closed: set[Line] = set()
+        self._passed: Counter[LineKey] = Counter()  # in each line of the queue, how many were passed over
+        self._closed: set[LineKey] = set()
         lines = dict.fromkeys((*self._started, *queue.lines))
         heads = [head for line in lines if (head := self._head(line)) is not None]
         self._levels = Levels(heads, now)
@@ -126,33 +153,33 @@ class Turns:
         """The request whose turn it is; it has to be served or passed over, or admission to be closed."""
         while self._heads:
             request = self._heads[0][1]
-            if request is self._head(_line(request)):
+            if request is self._head(line_of(request)):
                 return request
-            self._replace(_line(request))  # became a victim on the way, or is not to be admitted any more
+            self._replace(line_of(request))  # became a victim on the way, or is not to be admitted any more
         return None
 
     def served(self, request: Request) -> None:
         """It had its slice; one that waited has left the queue for it."""
-        line = _line(request)
+        line = line_of(request)
         if request in self._started.get(line, ()):
             self._started[line].remove(request)
         self._replace(line)
 
     def pass_over(self, request: Request) -> None:
         """One that waits cannot start now, through no fault of those behind it."""
-        self._passed[_line(request)] += 1
-        self._replace(_line(request))
+        self._passed[line_of(request)] += 1
+        self._replace(line_of(request))
 
     def close_line(self, request: Request) -> None:
         """Nobody of this one's line is admitted in this step; the others' are."""
-        self._closed.add(_line(request))
-        self._replace(_line(request))
+        self._closed.add(line_of(request))
+        self._replace(line_of(request))
 
     def close(self) -> None:
         """Nobody who waits is admitted in this step."""
         self._admitting = False
 
-    def _head(self, line: Line) -> Request | None:
+    def _head(self, line: LineKey) -> Request | None:
         """Who is next in a line: of those under way and those who wait the one with the smaller rank."""
         started = self._started.get(line)
         while started and started[0].state is not State.RUNNING:
@@ -160,14 +187,15 @@ class Turns:
         under_way = started[0] if started else None
         waits = None
         if self._admitting and line not in self._closed:
-            waiting = self._queue.lines.get(line, ())
+            queued = self._queue.lines.get(line)
+            waiting = queued.requests if queued is not None else []
             place = self._passed[line]
             waits = waiting[place] if place < len(waiting) else None
         if under_way is None or waits is None:
             return under_way or waits
         return waits if self._overtakes and waits.rank < under_way.rank else under_way
 
-    def _replace(self, line: Line) -> None:
+    def _replace(self, line: LineKey) -> None:
         heappop(self._heads)
         head = self._head(line)
         if head is not None:
@@ -188,46 +216,20 @@ class Levels:
 
     def of(self, request: Request, service: float) -> float:
         """Smaller goes first. A tenant that waits and waits while others come and go gets its turn after PATIENCE."""
-        starved = self._now - _account(request).unserved_since > PATIENCE
-        return -1.0 if starved else min(service, self._most)
+        return -1.0 if self._is_starved(_account(request)) else min(service, self._most)
+
+    def of_all(self, account: Account, service: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The same for several requests of one tenant, each with what it was served by then."""
+        return np.full(len(service), -1.0) if self._is_starved(account) else np.minimum(service, self._most)
+
+    def _is_starved(self, account: Account) -> bool:
+        return self._now - account.unserved_since > PATIENCE
 
 
-def line_up(
-    waiting: Iterable[Request], started: list[Request], overtakes: bool, left: Callable[[Request], int], now: float
-) -> list[Request]:
-    """All prefills in the order in which they would be served if nothing else came."""
-    everybody = sorted([*waiting, *started], key=_rank)  # the queue is in order: sorting it again is quick
-    if not overtakes:
-        everybody.sort(key=_waits)
-    if len({request.account for request in everybody}) <= 1:
-        return everybody
-    lines = _by_line(everybody)
-    levels = Levels([line[0] for line in lines.values()], now)
-    service = {line.account: line.account.service for line in lines}
-
-    def head(line: Line) -> tuple[Rank, float, Rank, Line]:
-        request = lines[line][0]
-        served = service[line.account] if request.tag is None else request.tag
-        return (line.batch, line.priority), levels.of(request, served), request.rank[3:], line
-
-    heads = [head(line) for line in lines]
-    heapify(heads)
-    order = []
-    while heads:
-        *_, line = heappop(heads)
-        request = lines[line].popleft()
-        order.append(request)
-        if request.tag is None:  # those who have started were charged
-            service[line.account] += INPUT_WEIGHT * left(request) / line.account.weight
-        if lines[line]:
-            heappush(heads, head(line))
-    return order
-
-
-def _by_line(requests: Iterable[Request]) -> dict[Line, deque[Request]]:
-    lines: dict[Line, deque[Request]] = {}
-    for request in sorted(requests, key=_rank):
-        lines.setdefault(_line(request), deque()).append(request)
+def _by_line(requests: Iterable[Request]) -> dict[LineKey, deque[Request]]:
+    lines: dict[LineKey, deque[Request]] = {}
+    for request in sorted(requests, key=rank_of):
+        lines.setdefault(line_of(request), deque()).append(request)
     return lines
 
 
@@ -241,13 +243,9 @@ def _account(request: Request) -> Account:
     return request.account
 
 
-def _line(request: Request) -> Line:
-    return Line(request.batch, request.priority, _account(request))
+def line_of(request: Request) -> LineKey:
+    return LineKey(request.batch, request.priority, _account(request))
 
 
-def _rank(request: Request) -> Rank:
+def rank_of(request: Request) -> Rank:
     return request.rank
-
-
-def _waits(request: Request) -> bool:
-    return request.state is State.WAITING

@@ -5,30 +5,31 @@ what came of it, in the same order; when a plan is made, at most one earlier one
 """
 
 import math
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.admission import Lineup
 from weft.core.blocks import BlockPool
 from weft.core.budget import BATCH_SHARE, Budget, StepLoad
 from weft.core.cost import StepShape, decodes_alone, slice_pairs, slice_reach
 from weft.core.draft import NO_SLOTS, Draft, ints
-from weft.core.forecast import GROUPS, Prefill, Rows
+from weft.core.forecast import GROUPS, Prefill
+from weft.core.lineup import Lineup, line_up
 from weft.core.policies import Policy
 from weft.core.prefix import PrefixCache
 from weft.core.promises import Source
-from weft.core.queue import Queue, Turns, line_up, service_of
+from weft.core.queue import Queue, Turns, service_of
 from weft.core.request import Rank, Request, State
 from weft.core.slots import Slots
 from weft.core.step import BlockUpdates, Outcome, StepPlan, StepRecord
 from weft.core.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT, Account, Tenants
-from weft.core.turnover import Turnover
+from weft.core.turnover import Lengths, Turnover
 from weft.errors import QueueFullError, RequestError
 
 NOBODY: frozenset[Request] = frozenset()
@@ -80,12 +81,12 @@ class Scheduler:
         self._last_predicted = 0.0  # seconds of the last plan
         self._device_free = -math.inf  # when the last plan is predicted to end
         self._is_idle = True  # no step is in flight
-        self._fresh: list[Request] = []  # came since the last plan, to be screened by the next
+        self._fresh: list[Request] = []  # not screened yet, in the order in which they will be
         self._fresh_tokens = 0
-        self._unsorted = False  # whether some came since they were put in order
         self.refused: list[Request] = []  # since the owner last looked; it empties the list
         self._draft = Draft()
         self._turnover = Turnover()
+        self._lengths = Lengths()
 
     @property
     def has_work(self) -> bool:
@@ -124,17 +125,13 @@ class Scheduler:
         elif request.user:
             request.turn = max(0, request.account.waiting[request.batch, request.user] - 1)
         request.rank = self.policy.order.rank(request)
-        self._fresh.append(request)
-        self._unsorted = True
+        insort(self._fresh, request, key=_screening_order)
         self._fresh_tokens += request.known
 
     def abort(self, request: Request, reason: str = "abort", now: float | None = None) -> None:
         """Ends a request at any moment. What a step in flight still computes for it is thrown away."""
         if request.state is State.WAITING:
-            if request in self._fresh:
-                self._fresh.remove(request)
-                self._fresh_tokens -= request.known
-            else:
+            if not self._take_fresh(request):
                 self.queue.remove(request)
             self._end(request, reason, now)
         elif request.state is State.RUNNING:
@@ -438,13 +435,17 @@ class Scheduler:
         return StepLoad(max(now, self._device_free), decodes_alone(count, context), gap, soft_gap)
 
     def _firm_load(self, load: StepLoad) -> StepLoad:
-        """The load without the batch class, which gives way; and how long until all of it must have ended."""
+        """The load without the batch class, which gives way; and when its requests end."""
         decodes = self._decoding()
         firm = decodes[~self.slots.batch[decodes]]
         found = self._load(firm, load.start)
-        left = int((self.slots.limit[firm] - self.slots.known[firm]).max()) if len(firm) else 0
-        free = self._unclaimed(NOBODY) * self.block_size if self.running else math.inf
-        return found._replace(longest=left, crowded=len(firm) < len(decodes), free=free, freed=self._turnover.rate)
+        known, planned = self.slots.known[firm], self.slots.planned[firm]
+        return found._replace(
+            ends=self._lengths.expect(known - self.slots.prompt[firm], self.slots.limit[firm] - known, planned),
+            crowded=len(firm) < len(decodes),
+            free=self._unclaimed(NOBODY) * self.block_size if self.running else math.inf,
+            freed=self._turnover.rate,
+        )
 
     def _take_cached(self, request: Request) -> None:
         """Appends the blocks that others have computed (or have planned to) since the last look."""
@@ -589,10 +590,6 @@ class Scheduler:
             return
         load = self._firm_load(load)
         visits = self._visits(load)
-        if self._unsorted:
-            self._unsorted = False
-            self._fresh.sort(key=_due)
-            self._fresh.sort(key=_class)
         while self._fresh and (visits > 0 or not (self.running or self.queue)):  # an idle device waits for the first
             newcomers = _of_one_class(self._fresh[: max(1, visits - GROUPS)])
             del self._fresh[: len(newcomers)]
@@ -611,8 +608,21 @@ class Scheduler:
             for request in screened.refused:
                 self._fresh_tokens -= request.known
                 self._refuse(request, now)
-            self._fresh[:0] = screened.left
+            for request in screened.left:
+                insort(self._fresh, request, key=_screening_order)
         self._refuse_hopeless(load, now)
+
+    def _take_fresh(self, request: Request) -> bool:
+        """Takes back a newcomer; False where it was screened already."""
+        key = _screening_order(request)
+        for place in range(bisect_left(self._fresh, key, key=_screening_order), len(self._fresh)):
+            if self._fresh[place] is request:
+                del self._fresh[place]
+                self._fresh_tokens -= request.known
+                return True
+            if _screening_order(self._fresh[place]) != key:
+                break
+        return False
 
     def _visits(self, load: StepLoad) -> int:
         """How many queue entries this plan may look at for screening: a small share of the tightest gap target."""
@@ -652,11 +662,11 @@ class Scheduler:
         self.refused.append(request)
 
     def _lineup(self, now: float, newcomers: Sequence[Request]) -> Lineup:
-        """All prompts that are not computed yet, the newcomers included, in the policy's order."""
-        overtakes = self.policy.order.overtakes
-        waiting = chain(self.queue, newcomers)
-        order = line_up(waiting, self._prefilling, overtakes, lambda r: self._left_of(r).left, now)
-        return Lineup(order, Rows.of([request.packed or self._left_of(request).pack() for request in order]))
+        """All prompts that are not computed yet, the newcomers included; see `line_up`."""
+        return line_up(self.queue, self._prefilling, newcomers, self._packed, now)
+
+    def _packed(self, request: Request) -> bytes:
+        return request.packed or self._left_of(request).pack()
 
     def _left_of(self, request: Request) -> Prefill:
         done = int(self.slots.planned[request.slot]) if request.state is State.RUNNING else request.expected_hits
@@ -718,7 +728,9 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """One that ran goes for good."""
         free = self.pool.num_free
+        written = int(self.slots.known[request.slot]) - request.prompt_tokens
         self._unseat(request)
+        self._lengths.ended(written)
         self._turnover.ended((self.pool.num_free - free) * self.block_size)
 
     def _retire_slots(self) -> None:
@@ -817,8 +829,9 @@ def _of_one_class(requests: list[Request]) -> list[Request]:
     return list(takewhile(lambda request: _class(request) == own, requests))
 
 
-def _due(request: Request) -> float:
-    return request.due
+def _screening_order(request: Request) -> tuple[Rank, float]:
+    """Class, then when the first token is due; of two that are alike, the one that came first."""
+    return _class(request), request.due
 
 
 def _class(request: Request) -> Rank:

@@ -17,6 +17,7 @@ class Slots:
     def __init__(self, seats: int) -> None:
         size = self.size_for(seats)
         self.size = size
+        self.prompt = np.zeros(size, np.int64)  # tokens of the prompt
         self.known = np.zeros(size, np.int64)  # tokens that exist, a planned sample included
         self.planned = np.zeros(size, np.int64)  # tokens that some plan has computed or will
         self.computed = np.zeros(size, np.int64)  # tokens whose step was committed
@@ -41,6 +42,7 @@ class Slots:
         slot = self._free.popleft()
         request.slot = slot
         self.occupant[slot] = request
+        self.prompt[slot] = request.prompt_tokens
         self.known[slot] = request.known
         self.limit[slot] = request.limit
         self.gap_target[slot] = request.firm_gap

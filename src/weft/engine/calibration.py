@@ -6,6 +6,7 @@ their steps count as much. What is known of the cost model's error comes from st
 the coefficients at hand were not fitted to.
 """
 
+import enum
 import hashlib
 import json
 import math
@@ -506,14 +507,20 @@ class _Survey:
 
     def conclude(self, device: str, served: Sequence[Step], wake: float) -> Calibration:
         """Of `served` steps, as many count as there are different mixes. They also tell how much longer than in the
-        survey steps take in service; what was measured in the survey is taken for so much longer."""
+        survey steps take in service, lone slices, lone decodes and fuller steps each; what was measured in the survey
+        is taken for so much longer."""
         shapes = [mix.shape(self.wave) for mix in self.found]
         alone = self._fit(shapes, list(self.median.values()))
-        factor = float(np.median([seconds / alone.predict(shape) for shape, seconds in served] or [1.0]))
+        ratios: dict[_Kind, list[float]] = {kind: [] for kind in _Kind}
+        for shape, seconds in served:
+            ratios[_Kind.of(shape)].append(seconds / alone.predict(shape))
+        longer = {kind: float(np.median(found or [1.0])) for kind, found in ratios.items()}
+        factors = [longer[_Kind.of(shape)] for shape in shapes]
         chosen = [served[i] for i in self._random.permutation(len(served))[: len(shapes)].tolist()]
         shapes += [step.shape for step in chosen]
-        medians = [*(factor * seconds for seconds in self.median.values()), *(step.seconds for step in chosen)]
-        measured = [[factor * one for one in found] for found in self.found.values()]
+        medians = [factor * seconds for factor, seconds in zip(factors, self.median.values(), strict=True)]
+        medians += [step.seconds for step in chosen]
+        measured = [[factor * one for one in found] for factor, found in zip(factors, self.found.values(), strict=True)]
         measured += [[step.seconds] for step in chosen]
         errors = self._held_out_errors(shapes, medians, measured)
         mean, spread = _without_hiccups(errors)
@@ -585,6 +592,20 @@ class _Survey:
             self.rig.heater, self.rig.heating = mix, seconds
         self.progress(min(1.0, self.spent / self.seconds))
         return seconds
+
+
+class _Kind(enum.Enum):
+    """Of a step: how much longer it takes in service than alone depends on it."""
+
+    LONE_SLICE = 0
+    LONE_DECODE = 1
+    FULLER = 2
+
+    @classmethod
+    def of(cls, shape: StepShape) -> "_Kind":
+        if shape.decodes + shape.slices > 1:
+            return cls.FULLER
+        return cls.LONE_SLICE if shape.slices else cls.LONE_DECODE
 
 
 def _without_hiccups(errors: NDArray[np.float64]) -> tuple[float, float]:

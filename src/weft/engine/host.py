@@ -6,10 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.core import CostModel, HostCost, Request, Scheduler, StepPlan, slo
-from weft.core.admission import DeadlineAdmission, Lineup
+from weft.core.admission import DeadlineAdmission
 from weft.core.budget import StepLoad
 from weft.core.cost import Coefficients, decodes_alone
 from weft.core.forecast import GROUPS, Prefill, Rows
+from weft.core.lineup import Lineup
 from weft.engine.executor import StepInputs, StepMasks, StepResult
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
@@ -112,11 +113,12 @@ def _visit(cost: Coefficients) -> float:
         request.rank = policy.order.rank(request)
         request.packed = Prefill(request, 0, PROMPT).pack()
     rows = Rows.of([request.packed for request in requests])
+    lineup = Lineup(requests, np.arange(len(requests)), rows, list(range(len(requests))))
     load = StepLoad(0.0, decodes_alone(64, 64 * PROMPT), 60.0)
     taken = []
     for _ in range(5):
         started = time.perf_counter()
-        policy.admission.screen(requests, lambda newcomers: Lineup(requests, rows), load, GROUPS)
+        policy.admission.screen(requests, lambda newcomers: lineup, load, GROUPS)
         taken.append(time.perf_counter() - started)
     # Beside the forecast, each newcomer is looked up in the prefix cache and queued: about as much again.
     return 2 * _usual(taken) / (len(requests) + GROUPS)

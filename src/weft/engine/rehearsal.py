@@ -1,7 +1,8 @@
 """Rehearsal: requests that come and go on the real loop, so that steps are measured as they will be in service.
 
-Steps in service take longer than the same steps of a survey, which are run one by one: on a CPU the next one is planned
-meanwhile, on the same cores (15 to 25% on two of them); a GPU reaches its power limit.
+Steps in service take another time than the same steps of a survey, which are run one by one. On a CPU the next step is
+planned meanwhile, on the same cores (15 to 25% longer on two of them); but a lone stream's steps are alike, so that all
+they read is in the processor's caches (up to 20% shorter). A GPU reaches its power limit.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,6 @@ from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
 
 PROMPT_SPREAD = 1.0  # standard deviation of the logarithm of a prompt's tokens
-MOST_OUTPUT = 120  # tokens
 SHORTEST = 16  # tokens of a usual prompt: with less, an act is left out
 STARTING = 1 / 3  # of an act: how long its first prompts may take
 FIRST = 4  # steps of an act that are left out: before the first, the device did nothing
@@ -28,9 +28,11 @@ class Act(NamedTuple):
     streams: int  # at once
     tokens: int  # a step
     prompt: int  # tokens, in the median; less on a slow device, such that all streams are soon under way
+    output: int = 120  # tokens at most
 
 
 ACTS = (
+    Act(1, 512, 200, output=24),
     Act(3, 512, 800),
     Act(8, 1024, 800),
     Act(20, 768, 500),
@@ -80,7 +82,7 @@ def rehearse(
         opened = 0
         while not records or records[-1].finished - records[0].started < seconds / len(acts):
             while len(loop.streams) < act.streams:
-                loop.add(_stream(opened, act.prompt, max_model_len, vocab_size, random))
+                loop.add(_stream(opened, act, max_model_len, vocab_size, random))
                 opened += 1
             loop.step()
         for stream in list(loop.streams.values()):
@@ -90,9 +92,9 @@ def rehearse(
     return found
 
 
-def _stream(number: int, usual: int, max_model_len: int, vocab_size: int, random: np.random.Generator) -> Stream:
-    output = int(random.integers(1, 1 + min(MOST_OUTPUT, max(1, max_model_len // 4))))
-    length = int(random.lognormal(np.log(usual), PROMPT_SPREAD))
+def _stream(number: int, act: Act, max_model_len: int, vocab_size: int, random: np.random.Generator) -> Stream:
+    output = int(random.integers(1, 1 + min(act.output, max(1, max_model_len // 4))))
+    length = int(random.lognormal(np.log(act.prompt), PROMPT_SPREAD))
     prompt = random.integers(vocab_size, size=max(1, min(length, max_model_len - output)), dtype=np.int32)
     return Stream.open(
         f"{number:09d}",

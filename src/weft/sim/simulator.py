@@ -95,6 +95,8 @@ class _Game:
         self.refused = np.zeros(count, np.bool_)
         self.owner = np.zeros(scheduler.slots.size, np.int64)  # of a slot: the request's number
         self.last_token = np.zeros(count)
+        self.stops = any(arrival.max_tokens for arrival in trace.arrivals)  # some end before they must
+        self.left = np.array([arrival.output_tokens for arrival in trace.arrivals])  # tokens to write
         self.gap_owners: list[NDArray[np.int64]] = []
         self.gaps: list[NDArray[np.float64]] = []
         self.steps = self.prefill_tokens = self.cached_tokens = self.preemptions = 0
@@ -144,7 +146,7 @@ class _Game:
 
     def _take_in(self, plan: StepPlan, started: float, finished: float) -> None:
         self.now = max(self.now, finished) + self.host.commit
-        outcome = Outcome(finished=[(plan.requests[row], "length") for row in np.flatnonzero(plan.last).tolist()])
+        outcome = Outcome(finished=[(plan.requests[row], "length") for row in self._last_rows(plan)])
         self._note_tokens(plan)
         for request, _ in outcome.finished:
             self.finished[self.number[request]] = self.last_token[self.number[request]]
@@ -154,9 +156,20 @@ class _Game:
         self.cached_tokens += plan.cached_tokens
         self.preemptions += plan.preemptions
 
+    def _last_rows(self, plan: StepPlan) -> list[int]:
+        """Rows of the requests that end with this step."""
+        rows = np.flatnonzero(plan.samples if self.stops else plan.last)
+        if self.stops:
+            rows = rows[self.left[self.owner[plan.slots[rows]]] == 1]
+        found: list[int] = rows.tolist()
+        return found
+
     def _note_tokens(self, plan: StepPlan) -> None:
         """Tokens reach their clients one after the other, behind those of the step before."""
         owners = self.owner[plan.slots[plan.samples]]
+        if self.stops:  # the step that was in flight when a request ended brings it nothing
+            owners = owners[self.left[owners] > 0]
+            self.left[owners] -= 1
         begun = max(self.now, self.api_free)
         times = begun + self.host.token * np.arange(1, len(owners) + 1)
         self.api_free = begun + self.host.delivery(len(owners))
@@ -199,7 +212,7 @@ def _request(number: int, arrival: Arrival, targets: Targets, block_size: int) -
     return Request(
         id=f"{number:06d}",
         prompt_tokens=arrival.prompt_tokens,
-        max_tokens=arrival.output_tokens,
+        max_tokens=arrival.max_tokens or arrival.output_tokens,
         arrival=arrival.time,
         hashes=hashes,
         tenant=arrival.tenant,

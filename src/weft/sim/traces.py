@@ -25,6 +25,7 @@ class Arrival:
     prefix_ids: tuple[int, ...] = ()  # equal ids at equal places mean equal blocks of MOONCAKE_BLOCK tokens
     tenant: str = ""
     batch: bool = False
+    max_tokens: int = 0  # most that may be written, where the scheduler is not told of output_tokens; 0: it is
 
 
 @dataclass(frozen=True)

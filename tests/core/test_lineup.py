@@ -1,0 +1,140 @@
+"""The line-up is the order in which prompts are served, computed on arrays, and costs about the same for any queue."""
+
+import sys
+from collections import Counter, deque
+from heapq import heapify, heappop, heappush
+from types import FrameType
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core import CostModel, Outcome, Request, Scheduler, Source, slo
+from weft.core.forecast import Prefill
+from weft.core.lineup import line_up
+from weft.core.queue import Levels, LineKey, Queue, line_of, rank_of
+from weft.core.tenants import INPUT_WEIGHT, Account
+from weft.sim.profiles import load_profile
+
+PROFILE = load_profile("h200-llama-3-8b")
+TENANTS = "abc"
+
+
+def one_by_one(requests: list[Request], now: float) -> list[Request]:
+    """The same order by its definition: the next is the head of the line whose tenant was served least."""
+    lines: dict[LineKey, deque[Request]] = {}
+    for request in sorted(requests, key=rank_of):
+        lines.setdefault(line_of(request), deque()).append(request)
+    levels = Levels([line[0] for line in lines.values()], now)
+    service = {key.account: key.account.service for key in lines}
+
+    def head(key: LineKey) -> tuple[object, ...]:
+        request = lines[key][0]
+        served = service[key.account] if request.tag is None else request.tag
+        return key[:2], levels.of(request, served), request.rank[3:], key
+
+    heads = [head(key) for key in lines]
+    heapify(heads)
+    order = []
+    while heads:
+        *_, key = heappop(heads)
+        assert isinstance(key, LineKey)
+        request = lines[key].popleft()
+        order.append(request)
+        if request.tag is None:
+            service[key.account] += INPUT_WEIGHT * request.known / key.account.weight
+        if lines[key]:
+            heappush(heads, head(key))
+    return order
+
+
+drawn = st.tuples(
+    st.sampled_from(TENANTS),
+    st.booleans(),  # preempted, so that its tenant was charged for it
+    st.integers(0, 2),  # precedence
+    st.integers(1, 40_000),  # tokens
+    st.sampled_from(["queued", "started", "new"]),
+)
+
+
+@given(
+    st.lists(drawn, min_size=1, max_size=40, unique_by=lambda one: one[3]),
+    st.tuples(*[st.tuples(st.floats(0.5, 4), st.integers(0, 60_000), st.sampled_from([0.0, -60.0]))] * len(TENANTS)),
+)
+def test_the_order_is_that_of_service(
+    ones: list[tuple[str, bool, int, int, str]], tenants: tuple[tuple[float, int, float], ...]
+) -> None:
+    accounts = {
+        name: Account(name, weight, float(service), since)
+        for name, (weight, service, since) in zip(TENANTS, tenants, strict=True)
+    }
+    places: dict[str, list[Request]] = {"queued": [], "started": [], "new": []}
+    for number, (tenant, charged, precedence, tokens, where) in enumerate(ones):
+        request = Request(f"{number:03d}", tokens, 10, tenant=tenant, account=accounts[tenant], precedence=precedence)
+        if where == "started" or (where == "queued" and charged):
+            request.tag = accounts[tenant].service / 2
+        request.rank = (False, 0, precedence, float(tokens), 0.0, request.id)
+        request.packed = Prefill(request, 0, tokens).pack()
+        places[where].append(request)
+    if not places["new"]:
+        places["new"] = places["queued"] or places["started"]
+        places["queued" if places["queued"] else "started"] = []
+    queue = Queue()
+    for request in places["queued"]:
+        queue.add(request)
+    queue.check_integrity()
+    found = line_up(queue, places["started"], places["new"], lambda request: request.packed, now=0.0)
+    everything = [*places["queued"], *places["started"], *places["new"]]
+    order = [found.at(place) for place in range(len(found.order))]
+    assert order == one_by_one(everything, now=0.0)
+    assert [found.at(place) for place in found.newcomers] == [one for one in order if one in places["new"]]
+    assert found.rows.left.tolist() == [request.known for request in order]
+    fewer = found.without(found.newcomers[::2])
+    gone = {found.at(place) for place in found.newcomers[::2]}
+    assert [fewer.at(place) for place in range(len(fewer.order))] == [one for one in order if one not in gone]
+    assert {fewer.at(place) for place in fewer.newcomers} == set(places["new"]) - gone
+
+
+def calls_of_a_plan(queued: int, tenants: int, batch: bool) -> int:
+    """Python calls that a plan makes which screens three newcomers, beside so many that wait."""
+    policy = slo(CostModel(PROFILE.coefficients), 8192)
+    scheduler = Scheduler(policy=policy, num_blocks=50_000, block_size=16, max_num_seqs=8)
+    now = 0.0
+
+    def request(name: str, batch: bool) -> Request:
+        source = Source.DEFAULT
+        wanted = {} if batch else {"ttft_target": 1.0, "gap_target": 0.025}
+        tenant = f"tenant {len(scheduler._fresh) % tenants}"
+        return Request(name, 200, 400, now, tenant=tenant, batch=batch, ttft_source=source, gap_source=source, **wanted)
+
+    def step() -> None:
+        nonlocal now
+        plan = scheduler.plan(now)
+        if plan is not None:
+            started, now = now, now + (plan.predicted or 0.0)
+            scheduler.commit(plan, Outcome(), started, now)
+
+    for number in range(queued):
+        scheduler.add(request(f"{number:06d}", batch))
+    while scheduler.num_unscreened:
+        step()
+    for number in range(3):
+        scheduler.add(request(f"new {number}", batch=False))
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        calls[event] += 1
+
+    sys.setprofile(count)
+    try:
+        scheduler.plan(now)
+    finally:
+        sys.setprofile(None)
+    assert scheduler.num_waiting >= queued - 8
+    return calls["call"] + calls["c_call"]
+
+
+def test_a_long_queue_costs_a_plan_no_more_calls_than_a_short_one() -> None:
+    for tenants in (1, 3):
+        for batch in (False, True):
+            short, long = (calls_of_a_plan(queued, tenants, batch) for queued in (300, 6000))
+            assert long < 1.3 * short, f"{long} calls instead of {short} with {tenants} tenants, batch {batch}"
