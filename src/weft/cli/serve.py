@@ -119,6 +119,9 @@ def run(arguments: argparse.Namespace) -> int:
     return serve(ServeOptions(**given), EngineOptions.of(**options, seed=arguments.seed))
 
 
+MOST_REQUESTS = 8192  # that wait, by default: what they hold of memory is bounded, and so is what planning them costs
+MOST_TOKENS = 2**24  # of their prompts: 64 MiB of token ids
+
 # Options of vLLM that many command lines have, and that are always so here or have nothing to act on: those without a
 # value, those with any, and those with the one value that is true here.
 FLAGS = (
@@ -170,7 +173,7 @@ def _add_foreign(parser: argparse.ArgumentParser) -> None:
 
 
 def _promises_of_a_server(parser: argparse.ArgumentParser) -> None:
-    """A server has targets even where none is set; only those that are set are promises."""
+    """A server has targets even where none is set; only those that are set are promises. Its queue is bounded."""
     aimed = "default: nothing is promised, and {} is aimed at"
     auto = aimed.format("50, or two measured decode steps where that is more,")
     for name, about in (
@@ -182,6 +185,10 @@ def _promises_of_a_server(parser: argparse.ArgumentParser) -> None:
         action.help = about
         if name == "gap_target_ms":
             action.type = _gap
+    for name, most in (("max_queued_requests", MOST_REQUESTS), ("max_queued_tokens", MOST_TOKENS)):
+        action = next(action for action in parser._actions if action.dest == name)
+        action.default = most
+        action.help = str(action.help).replace("no limit", str(most))
 
 
 def _gap(text: str) -> float | None:
