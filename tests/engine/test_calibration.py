@@ -298,6 +298,7 @@ def _saved(**changes: Any) -> str:
         _saved(coefficients={"fixed": 1.0}),
         _saved(coefficients=dict.fromkeys(SLOW.__slots__, -1.0)),
         "\0\xff",
+        pytest.param("[" * 100_000, id="deep"),
     ],
 )
 def test_a_file_that_cannot_be_used_counts_as_absent(tmp_path: Path, text: str) -> None:

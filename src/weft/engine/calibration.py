@@ -37,7 +37,7 @@ from weft.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 8  # of the file; another one is measured anew
+FORMAT = 9  # of the file; another one is measured anew
 STEP_SHARE = 0.1  # of the measuring time: no step is meant to take more,
 MIX_SHARE = 0.02  # and no mixture: a slow device is to be measured with many of them all the same
 CLIMB_SHARES = (0.18, 0.3, 0.36, 0.45)  # of the measuring time: when each of the ladders must be done
@@ -151,6 +151,7 @@ def calibrate(
         wave=wave,
         speed=survey.prefill_speed(),
         seconds=REHEARSAL * seconds,
+        with_lone=not ahead,  # a GPU that is hardly used runs faster than one at its power limit
     )
     return survey.conclude(device, served, wake)
 
@@ -213,7 +214,7 @@ def load_calibration(file: Path) -> Calibration | None:
         found = Calibration(**{**data, "coefficients": Coefficients(**data["coefficients"])})
         numbers = (found.mean, found.spread, found.error_p50, found.error_p99, found.steps, found.largest)
         good = all(math.isfinite(number) for number in numbers) and found.spread >= 0 and isinstance(found.device, str)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return found if good else None
 
@@ -514,7 +515,8 @@ class _Survey:
         ratios: dict[_Kind, list[float]] = {kind: [] for kind in _Kind}
         for shape, seconds in served:
             ratios[_Kind.of(shape)].append(seconds / alone.predict(shape))
-        longer = {kind: float(np.median(found or [1.0])) for kind, found in ratios.items()}
+        usual = [ratio for found in ratios.values() for ratio in found] or [1.0]
+        longer = {kind: float(np.median(found or usual)) for kind, found in ratios.items()}
         factors = [longer[_Kind.of(shape)] for shape in shapes]
         chosen = [served[i] for i in self._random.permutation(len(served))[: len(shapes)].tolist()]
         shapes += [step.shape for step in chosen]

@@ -31,8 +31,8 @@ class Act(NamedTuple):
     output: int = 120  # tokens at most
 
 
+LONE = Act(1, 512, 200, output=24)
 ACTS = (
-    Act(1, 512, 200, output=24),
     Act(3, 512, 800),
     Act(8, 1024, 800),
     Act(20, 768, 500),
@@ -59,13 +59,15 @@ def rehearse(
     wave: int,
     speed: float,
     seconds: float,
+    with_lone: bool,
 ) -> list[Step]:
     """Steps of about `seconds` of service. The executor must be idle, and is afterwards. `speed` says about how many
-    tokens of prompts it reads in a second."""
+    tokens of prompts it reads in a second, `with_lone` whether a lone stream is rehearsed too."""
     random = np.random.default_rng(2)
     found: list[Step] = []
-    tokens = speed * STARTING * seconds / len(ACTS) / np.exp(PROMPT_SPREAD**2 / 2)  # of all first prompts
-    acts = [act._replace(prompt=min(act.prompt, int(tokens / act.streams))) for act in ACTS]
+    acts = [LONE, *ACTS] if with_lone else list(ACTS)
+    tokens = speed * STARTING * seconds / len(acts) / np.exp(PROMPT_SPREAD**2 / 2)  # of all first prompts
+    acts = [act._replace(prompt=min(act.prompt, int(tokens / act.streams))) for act in acts]
     acts = [act for act in acts if act.streams <= max_num_seqs and act.prompt >= SHORTEST]
     acts = acts or [Act(1, max_num_batched_tokens, SHORTEST)]
     for act in acts:
