@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from weft.errors import QueueFullError, RequestError
+from weft.files import MOST_DEPTH
 
 _TYPES = {
     400: "invalid_request_error",
@@ -68,6 +69,8 @@ def of_request(error: RequestError) -> ApiError:
 
 def of_json(error: msgspec.MsgspecError | UnicodeDecodeError | RecursionError) -> ApiError:
     """A body that is no JSON, or not the JSON that is needed."""
+    if isinstance(error, RecursionError):
+        return ApiError(400, f"the body is nested too deep: {MOST_DEPTH} levels are allowed")
     text = str(error)
     if isinstance(error, msgspec.ValidationError):
         at = _AT.search(text)
