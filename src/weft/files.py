@@ -32,6 +32,14 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep(path) from None
+    if is_too_deep(value):
+        raise _too_deep(path)
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+def _too_deep(path: Path) -> ModelError:
+    return ModelError(f"{path} is nested more than {MOST_DEPTH} levels deep: is it the file of a model?")
