@@ -123,6 +123,8 @@ class Gate:
             if open_to and scope["method"] == "OPTIONS":  # a browser asks whether it may; it sends no key with that
                 await answer(counted, 200, {}, _PREFLIGHT)
                 return
+            if scope["method"] == "POST" and open_to is None:
+                _check_origin(headers)
             if scope["path"] not in OPEN_PATHS:
                 scope["tenant"] = self.keys.tenant(headers)
             await self.app(scope, receive, counted)
@@ -155,6 +157,22 @@ class Gate:
     def _note(self, error: ApiError) -> None:
         if error.code in REFUSALS:
             self.metrics.refused(error.code)
+
+
+def _check_origin(headers: dict[bytes, bytes]) -> None:
+    """A page of any origin may send a POST of plain text: browsers ask for leave only before they send JSON or a key.
+
+    They always name the origin with a POST. Other clients name none.
+    """
+    origin = headers.get(b"origin")
+    if origin is None:
+        return
+    scheme, _, host = origin.lower().partition(b"://")
+    if scheme in (b"http", b"https") and host == headers.get(b"host", b"").lower():
+        return
+    shown = origin[:100].decode("latin-1")
+    message = f"the web page's origin {shown!r} is not one that may ask here: start the server with --allowed-origins"
+    raise ApiError(403, message, code="origin_not_allowed")
 
 
 _PREFLIGHT = [

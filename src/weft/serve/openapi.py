@@ -29,6 +29,7 @@ _ERROR: Json = {
 _ERRORS = {
     "400": "the request is malformed; the message names the value, the limit and the way out",
     "401": "no API key, or one that is not known",
+    "403": "a web page of an origin that is not allowed asks",
     "404": "no such model",
     "413": "the body is too large",
     "429": "this API key has asked for too much",
