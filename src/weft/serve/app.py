@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -53,6 +54,7 @@ class Server:
     active: int = 0  # inference requests
     collector: Collector = field(default_factory=Collector)
     turns: Turns = field(default_factory=Turns)
+    resets: Counter[str] = field(default_factory=Counter)  # of the prefix cache, by tenant
     quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and none is active
 
     def drain(self) -> None:
@@ -148,8 +150,7 @@ class Server:
         try:
             data = await read_body(scope, receive, int(self.options.max_body_mb * 1e6))
             there = Presence(receive)
-            salt = "" if self.options.share_prefix_cache else tenant
-            caller = Caller(tenant, salt, wanted(headers), arrival, new_request_id(), len(data))
+            caller = Caller(tenant, self._salt(tenant), wanted(headers), arrival, new_request_id(), len(data))
             body, call = await there.during(self._read(data, kind, check, caller, facts))
             call.headers.append((b"x-request-id", scope["request_id"]))
             self.metrics.started()
@@ -375,9 +376,23 @@ class Server:
         )
 
     async def reset_prefix_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forgets the caller's prefixes, and nobody else's. Where all share the cache, they are everybody's."""
         self._facts()
-        self.client.reset_cache()
+        tenant = scope["tenant"]
+        if self._salt(tenant):
+            self.resets[tenant] += 1
+        else:
+            self.client.reset_cache()
         await answer(send, 200, {"status": "ok"})
+
+    def _salt(self, tenant: str) -> str:
+        """What the hashes of a tenant's prefixes begin with; "" where all share the cache.
+
+        With another number of resets the old blocks are never found again. They go as all blocks do that nobody uses.
+        """
+        if not tenant or self.options.share_prefix_cache:
+            return ""
+        return f"{tenant}/{self.resets[tenant]}/"
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         await answer(send, 200, description(bool(self.options.api_key)))

@@ -71,7 +71,7 @@ def description(with_keys: bool) -> Json:
             "/metrics": {"get": _operation("Prometheus metrics", content="text/plain")},
             "/load": {"get": _operation("How busy the server is")},
             "/server_info": {"get": _operation("What runs here, with which options")},
-            "/reset_prefix_cache": {"post": _operation("Forgets all cached prefixes")},
+            "/reset_prefix_cache": {"post": _operation("Forgets the cached prefixes of the key that asks")},
             "/openapi.json": {"get": _operation("This description")},
         },
         "components": {"schemas": components},
