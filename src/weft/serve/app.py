@@ -22,7 +22,7 @@ from weft.serve.calls import Caller, Desk, new_request_id
 from weft.serve.client import EngineClient, clock
 from weft.serve.errors import ApiError, of_json, of_request
 from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, wanted
-from weft.serve.gate import Gate, Keys, Limits, answer, read_body
+from weft.serve.gate import Bodies, Gate, Keys, Limits, answer
 from weft.serve.infer import Call, Gone, Presence, finite, respond
 from weft.serve.messages import Facts
 from weft.serve.openapi import description
@@ -49,6 +49,7 @@ class Server:
     metrics: ServerMetrics
     tracer: Tracer | None
     limits: Limits
+    bodies: Bodies
     created: int  # seconds since the epoch
     draining: bool = False
     active: int = 0  # inference requests
@@ -148,7 +149,7 @@ class Server:
         self.active += 1
         there: Presence | None = None
         try:
-            data = await read_body(scope, receive, int(self.options.max_body_mb * 1e6))
+            data = await self.bodies.read(scope, receive)
             there = Presence(receive)
             caller = Caller(tenant, self._salt(tenant), wanted(headers), arrival, new_request_id(), len(data))
             body, call = await there.during(self._read(data, kind, check, caller, facts))
@@ -320,7 +321,7 @@ class Server:
     async def _body(self, scope: Scope, receive: Receive, kind: type[B]) -> tuple[B, int]:
         """A body and the number of its bytes."""
         try:
-            data = await read_body(scope, receive, int(self.options.max_body_mb * 1e6))
+            data = await self.bodies.read(scope, receive)
             return await self._parse(data, kind), len(data)
         except ConnectionResetError:
             raise ApiError(400, "the client has disconnected") from None

@@ -53,11 +53,12 @@ class ApiError(Exception):
     def headers(self) -> list[tuple[bytes, bytes]]:
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]
-        if self.status == 413 or self.code == "body_timeout":
-            return [(b"connection", b"close")]  # the rest of the body is not waited for
-        if self.retry_after is None:
-            return []
-        return [(b"retry-after", str(max(1, math.ceil(self.retry_after))).encode())]
+        found = []
+        if self.status == 413 or self.code in ("body_timeout", "bodies_full"):
+            found.append((b"connection", b"close"))  # the rest of the body is not waited for
+        if self.retry_after is not None:
+            found.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))
+        return found
 
 
 def of_request(error: RequestError) -> ApiError:

@@ -25,6 +25,8 @@ from weft.serve.formats import to_json
 OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version"))  # reveal nothing, and probes have no keys
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 BODY_TIMEOUT = 30.0  # seconds that a client may take to send its body
+TOGETHER = 256 << 20  # bytes of all bodies that are being received, at least four of the largest
+UNCOUNTED = 1 << 16  # bytes of each body that do not count there: as many as wait in a connection in any case
 
 
 class Keys:
@@ -199,28 +201,45 @@ async def answer(send: Send, status: int, body: Any, headers: Iterable[tuple[byt
     await send({"type": "http.response.body", "body": data})
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body, within `limit` bytes and BODY_TIMEOUT."""
-    length = scope["headers_by_name"].get(b"content-length", b"")
-    if length.isdigit() and int(length) > limit:
-        raise _too_large(int(length), limit)
-    pieces: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ConnectionResetError
-                piece = message.get("body", b"")
-                size += len(piece)
-                if size > limit:
-                    raise _too_large(size, limit)
-                pieces.append(piece)
-                if not message.get("more_body", False):
-                    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    except TimeoutError:
-        raise ApiError(400, f"the body did not come within {BODY_TIMEOUT:g} s", code="body_timeout") from None
+class Bodies:
+    """Reads bodies. Each is bounded, and so is the sum of those that are not complete yet."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most  # bytes of one body
+        self.most_together = max(TOGETHER, 4 * most)
+        self.held = 0  # bytes of unfinished bodies, without the first UNCOUNTED of each
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body of a request, within BODY_TIMEOUT."""
+        length = scope["headers_by_name"].get(b"content-length", b"")
+        if length.isdigit() and int(length) > self.most:
+            raise _too_large(int(length), self.most)
+        body = bytearray()  # and no list of pieces: these may be tiny, and an object each
+        counted = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionResetError
+                    body += message.get("body", b"")
+                    if len(body) > self.most:
+                        raise _too_large(len(body), self.most)
+                    if not message.get("more_body", False):
+                        return bytes(body)
+                    more = max(0, len(body) - UNCOUNTED) - counted
+                    self._check(more)
+                    self.held, counted = self.held + more, counted + more
+        except TimeoutError:
+            raise ApiError(400, f"the body did not come within {BODY_TIMEOUT:g} s", code="body_timeout") from None
+        finally:
+            self.held -= counted
+
+    def _check(self, more: int) -> None:
+        """Small bodies always pass: they have no part in the sum, so that stalled ones keep nobody else out."""
+        if more and self.held + more > self.most_together:
+            message = f"unfinished bodies have {self.held} bytes, and {self.most_together} may be: try again later"
+            raise ApiError(503, message, code="bodies_full", retry_after=1)
 
 
 def _too_large(size: int, limit: int) -> ApiError:

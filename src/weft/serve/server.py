@@ -24,7 +24,7 @@ from weft.serve.calls import Desk
 from weft.serve.checker import Checker
 from weft.serve.client import EngineClient, Listener, clock
 from weft.serve.connection import Connection
-from weft.serve.gate import Limits
+from weft.serve.gate import Bodies, Limits
 from weft.serve.infer import SHUT_DOWN
 from weft.serve.messages import Facts
 from weft.serve.settings import ServeOptions
@@ -112,6 +112,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
         metrics=metrics,
         tracer=Tracer.make(options.otlp_traces_endpoint),
         limits=Limits(options.requests_per_minute, options.max_concurrent_requests),
+        bodies=Bodies(int(options.max_body_mb * 1e6)),
         created=int(time.time()),
     )
 
