@@ -24,6 +24,7 @@ from weft.serve.errors import ApiError, of_json, of_request
 from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, wanted
 from weft.serve.gate import Bodies, Gate, Keys, Limits, answer
 from weft.serve.infer import Call, Gone, Presence, finite, respond
+from weft.serve.log import Sparing
 from weft.serve.messages import Facts
 from weft.serve.openapi import description
 from weft.serve.parsing import QUICK, parse
@@ -55,6 +56,7 @@ class Server:
     active: int = 0  # inference requests
     collector: Collector = field(default_factory=Collector)
     turns: Turns = field(default_factory=Turns)
+    log: Sparing = field(default_factory=Sparing)
     resets: Counter[str] = field(default_factory=Counter)  # of the prefix cache, by tenant
     quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and none is active
 
@@ -87,6 +89,7 @@ class Server:
             inner,
             Keys(self.options.api_key),
             self.metrics,
+            self.log,
             [route.path for route in routes],
             self.options.allowed_origins,
         )

@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import re
 import secrets
-import sys
 import time
 import traceback
 from collections import Counter, deque
@@ -21,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.observe.metrics import REFUSALS, ServerMetrics
 from weft.serve.errors import ApiError
 from weft.serve.formats import to_json
+from weft.serve.log import Sparing
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version"))  # reveal nothing, and probes have no keys
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -90,9 +90,15 @@ class Gate:
     """Outermost: authentication, error objects for whatever goes wrong inside, and the count of answers."""
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, metrics: ServerMetrics, paths: Iterable[str], origins: Iterable[str] = ()
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        metrics: ServerMetrics,
+        log: Sparing,
+        paths: Iterable[str],
+        origins: Iterable[str] = (),
     ) -> None:
-        self.app, self.keys, self.metrics = app, keys, metrics
+        self.app, self.keys, self.metrics, self.log = app, keys, metrics, log
         self.paths = frozenset(paths)
         self.origins = frozenset(origin.encode() for origin in origins)
 
@@ -142,7 +148,7 @@ class Gate:
                 ending = ApiError(503, "the server is shutting down", code="draining", retry_after=5)
                 await answer(counted, 503, ending.body, [*ending.headers, *named])
         except Exception:
-            traceback.print_exc(file=sys.stderr)
+            self.log.write(traceback.format_exc())
             if not status:
                 wrong = ApiError(500, "something went wrong inside the server; its log says more", code="internal")
                 await answer(counted, 500, wrong.body, named)

@@ -1,6 +1,7 @@
 """Runs a server: puts it together, listens, and ends it in an orderly way."""
 
 import asyncio
+import logging
 import math
 import os
 import signal
@@ -174,6 +175,8 @@ def _run(server: Server, listener: socket.socket) -> int:
         proxy_headers=False,
         backlog=BACKLOG,
     )
+    for name in ("uvicorn.error", "asyncio"):  # they tell of failures, one entry each time
+        logging.getLogger(name).addFilter(server.log)
     process = _Process(config, server, listener)
     process.run(sockets=[listener])
     return process.exit_code
