@@ -16,6 +16,7 @@ from tests.models.conftest import Saved
 from tests.models.test_config import LLAMA
 from tests.models.test_logits import load
 from weft.errors import ModelError
+from weft.files import MOST_DEPTH
 from weft.models import ARCHITECTURES, load_config, resolve_model
 
 INDEX = "model.safetensors.index.json"
@@ -111,6 +112,39 @@ def test_unknown_architectures_are_told_the_known_ones(tmp_path: Path) -> None:
 )
 def test_configs_that_cannot_be_used(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     assert message in config_complaint(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("levels", [400, 900, 980, 100_000])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "architectures", "layer_types", "rope_scaling", "eos_token_id"])
+def test_configs_that_are_nested_deep(key: str, levels: int, tmp_path: Path) -> None:
+    deep = "[" * levels + "]" * levels
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, key: "?"}).replace('"?"', deep))
+    message = complaint(lambda: load_config(tmp_path))
+    assert len(message) < 500
+    if levels > MOST_DEPTH:
+        assert f"config.json is nested more than {MOST_DEPTH} levels deep" in message
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_more_layers_than_any_model_has(family: str, tmp_path: Path) -> None:
+    """Nothing is made for each of them: this would take all memory."""
+    message = config_complaint(tmp_path, architectures=[family], num_hidden_layers=10**9)
+    assert message == "config.json says 'num_hidden_layers' is 1000000000; it must be at most 10000"
+    experts = config_complaint(tmp_path, architectures=["Qwen3MoeForCausalLM"], num_experts=10**9)
+    assert experts == "config.json says 'num_experts' is 1000000000; it must be at most 10000"
+    assert "'vocab_size' is 1000000" in config_complaint(tmp_path, vocab_size=10**4000)
+
+
+def test_a_header_of_weights_that_is_nested_deep_or_has_no_end(copied: Callable[[str], Path]) -> None:
+    path = copied("llama")
+    file = path / "model.safetensors"
+    deep = b"[" * 100_000 + b"]" * 100_000
+    file.write_bytes(len(deep).to_bytes(8, "little") + deep)
+    assert "its header is nested too deep; download it again" in complaint(lambda: load(path))
+    with file.open("wb") as stream:
+        stream.write((8 << 30).to_bytes(8, "little"))
+        stream.truncate(9 << 30)  # it takes no room
+    assert "its header is said to have 8589934592 bytes; download it again" in complaint(lambda: load(path))
 
 
 def test_an_unknown_activation(copied: Callable[[str], Path]) -> None:

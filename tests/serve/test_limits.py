@@ -209,6 +209,36 @@ def test_browsers_are_answered_where_they_may_ask(guarded: RunningServer) -> Non
         assert "access-control-allow-origin" not in client.get("/health", headers=theirs).headers
 
 
+@pytest.mark.parametrize("origin", ["https://evil.example.org", "null", "http://127.0.0.1:1", "", "chrome://x", "*"])
+def test_pages_of_other_origins_may_not_post(guarded: RunningServer, origin: str) -> None:
+    """Also not as text, which browsers send without asking first, and whether there are keys or not."""
+    for path in (TEXT, "/v1/chat/completions", "/tokenize", "/reset_prefix_cache"):
+        for kind in ("text/plain", "application/json", "application/x-www-form-urlencoded"):
+            headers = {"origin": origin, "content-type": kind}
+            answer = guarded.http.post(path, content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
+            assert answer.status_code == 403, (path, kind)
+            error = answer.json()["error"]
+            assert error["code"] == "origin_not_allowed"
+            assert "--allowed-origins" in error["message"]
+            assert repr(origin) in error["message"]
+            assert "access-control-allow-origin" not in answer.headers
+
+
+def test_pages_of_known_origins_and_programs_may_post(server: RunningServer, guarded: RunningServer) -> None:
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    own = server.url.removeprefix("http://")
+    for origin in (f"http://{own}", f"https://{own}", f"http://{own}".upper(), None):
+        for kind in ("text/plain", "application/json", "application/x-www-form-urlencoded", None):
+            given = {"origin": origin, "content-type": kind}
+            headers = {name: value for name, value in given.items() if value is not None}
+            assert server.http.post(TEXT, content=body, headers=headers).status_code == 200, (origin, kind)
+    headers = {"origin": "https://chat.example.org", "content-type": "application/json"}
+    assert guarded.http.post(TEXT, content=body, headers=headers).status_code == 200
+    foreign = server.http.post(TEXT, content=body, headers={"origin": "https://evil.example.org"})
+    assert foreign.status_code == 403, "also where there are no keys"
+    assert server.http.get("/v1/models", headers={"origin": "https://evil.example.org"}).status_code == 200
+
+
 def test_every_answer_has_an_id(guarded: RunningServer) -> None:
     given = guarded.post(TEXT, {"prompt": "x", "max_tokens": 1}, headers={"x-request-id": "mine"})
     assert given.headers["x-request-id"] == "mine"

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.text.conftest import byte_level
 from weft.errors import ModelError, RequestError
-from weft.text.chat import ChatTemplate
+from weft.text.chat import ChatTemplate, RunawayError
 from weft.text.tokenizer import Tokenizer
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -318,6 +318,31 @@ def test_a_template_that_fails_ends_the_request_only(template):
     with pytest.raises(RequestError, match="cannot render these messages: ") as caught:
         ChatTemplate(template).render([USER])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}",
+        "{% set x %}{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{% endset %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for i in [0] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
+    ],
+    ids=["silent loops", "loops with text", "loops in a value", "a macro that calls itself", "a recursive loop"],
+)
+def test_a_template_that_goes_on_without_end_is_ended(template, monkeypatch):
+    monkeypatch.setattr("weft.text.chat.MOST_SECONDS", 0.1)
+    with pytest.raises(RunawayError, match=r"more than 0\.1 s of processor time") as caught:
+        ChatTemplate(template).render([USER])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_without_end_is_ended(monkeypatch):
+    monkeypatch.setattr("weft.text.chat.MOST_TEXT", 1000)
+    with pytest.raises(RunawayError, match="more than 1000 characters"):
+        ChatTemplate("{% for i in range(1001) %}x{% endfor %}").render([USER])
+    assert ChatTemplate("{% for i in range(1000) %}x{% endfor %}").render([USER]) == "x" * 1000
 
 
 def test_a_model_without_template_says_so_when_asked_to_chat(tmp_path):

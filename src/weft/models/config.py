@@ -77,9 +77,18 @@ class ModelConfig:
         return int(self.max_context * min(rope.factor if rope.kind == "dynamic" else 1.0 for rope in self.layer_ropes))
 
 
+MOST_PARTS = 10_000  # layers, or experts of a layer: many times those of the largest models
+MOST_SIZE = 1 << 31  # of everything else that is counted
+
+
+def check_layers(raw: dict[str, Any]) -> None:
+    """Before anything is made for each of them."""
+    _count(raw, "num_hidden_layers", most=MOST_PARTS)
+
+
 def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a config.json that its family has modernised, and of a generation_config.json ({}: none)."""
-    layers, heads = _count(raw, "num_hidden_layers"), _count(raw, "num_attention_heads")
+    layers, heads = _count(raw, "num_hidden_layers", most=MOST_PARTS), _count(raw, "num_attention_heads")
     hidden, vocab = _count(raw, "hidden_size"), _count(raw, "vocab_size")
     kv_heads, head_dim = _count(raw, "num_key_value_heads", heads), _count(raw, "head_dim", hidden // heads)
     if heads % kv_heads:
@@ -100,7 +109,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig
         head_dim=head_dim,
         max_context=max(_context(rope) for rope in ropes.values()),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        activation=raw.get("hidden_activation") or raw.get("hidden_act") or "silu",
+        activation=str(raw.get("hidden_activation") or raw.get("hidden_act") or "silu"),
         attention_scale=float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5,
         attention_bias=bool(raw.get("attention_bias")),
         mlp_bias=bool(raw.get("mlp_bias")),
@@ -131,12 +140,14 @@ _ROPE_NUMBERS = (
 )
 
 
-def _count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+def _count(raw: dict[str, Any], key: str, default: int | None = None, most: int = MOST_SIZE) -> int:
     value = default if raw.get(key) is None else raw[key]
     if value is None:
         raise ModelError(f"config.json has no {key!r}")
     if not isinstance(value, int) or value <= 0:
-        raise ModelError(f"config.json says {key!r} is {value!r}; it must be a positive integer")
+        raise ModelError(f"config.json says {key!r} is {value!r:.100}; it must be a positive integer")
+    if value > most:
+        raise ModelError(f"config.json says {key!r} is {str(value)[:20]}; it must be at most {most}")
     return value
 
 
@@ -158,9 +169,10 @@ def _layer_types(raw: dict[str, Any], layers: int) -> list[str]:
 
 
 def _moe(raw: dict[str, Any], layers: int) -> MoeConfig | None:
-    experts = raw.get("num_local_experts") or raw.get("num_experts")
-    if not experts:
+    key = "num_local_experts" if raw.get("num_local_experts") else "num_experts"
+    if not raw.get(key):
         return None
+    experts = _count(raw, key, most=MOST_PARTS)
     step, dense = raw.get("decoder_sparse_step") or 1, set(raw.get("mlp_only_layers") or ())
     chosen = _count(raw, "num_experts_per_tok")
     if chosen > experts:

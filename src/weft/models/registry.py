@@ -8,7 +8,7 @@ import torch
 from weft.errors import ModelError, OptionError
 from weft.files import read_json
 from weft.models.base import CausalLM
-from weft.models.config import ModelConfig, parse_config
+from weft.models.config import ModelConfig, check_layers, parse_config
 from weft.models.gemma import Gemma3
 from weft.models.llama import Llama
 from weft.models.mistral import Mistral, Mixtral
@@ -36,10 +36,11 @@ def load_config(path: Path | str) -> ModelConfig:
         raise ModelError(f"{path} is not a readable directory; give a model directory in Hugging Face layout")
     raw = read_json(path / "config.json")
     generation = read_json(path / "generation_config.json", optional=True)
-    named = raw.get("architectures") or []
+    listed = raw.get("architectures")
+    named = [str(name)[:100] for name in listed] if isinstance(listed, list) else []
     architecture = next((name for name in named if name in ARCHITECTURES), None)
     if architecture is None:
-        found = ", ".join(map(str, named)) or "none"
+        found = ", ".join(named[:10]) or "none"
         raise ModelError(f"{path}: unknown architecture ({found}); known: {', '.join(ARCHITECTURES)}")
     if quantization := raw.get("quantization_config"):
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
@@ -47,6 +48,7 @@ def load_config(path: Path | str) -> ModelConfig:
             f"{path}: quantized checkpoints are not supported (quant_method {method}); use an unquantized one"
         )
     try:
+        check_layers(raw)
         return parse_config({**ARCHITECTURES[architecture].modernise(raw), "architecture": architecture}, generation)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None

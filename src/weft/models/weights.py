@@ -17,6 +17,7 @@ from weft.models.layers import RMSNorm
 from weft.models.registry import ARCHITECTURES
 
 PIECE = 1 << 26  # numbers that are drawn at a time
+MOST_HEADER = 100_000_000  # bytes; the library reads no longer ones
 
 
 def load_model(
@@ -146,11 +147,15 @@ def _damage(file: Path) -> str | None:
             start = int.from_bytes(stream.read(8), "little") + 8
             if start > size:
                 return "it ends within its header"
+            if start > MOST_HEADER:
+                return f"its header is said to have {start - 8} bytes"
             header = json.loads(stream.read(start - 8))
         ends = {name: start + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
         cut = [name for name in sorted(ends, key=lambda name: ends[name]) if ends[name] > size]
         return f"it ends within tensor {cut[0]}" if cut else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except RecursionError:
+        return "its header is nested too deep"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -37,7 +37,7 @@ VLLM_N = (1, 2, 5, 10, 20)
 VLLM_REASONS = ("stop", "length", "abort", "error")
 
 # Shown before they happen, so that their first time is an increase.
-REFUSALS = ("queue_full", "deadline", "rate_limit", "concurrency", "draining", "body_too_large")
+REFUSALS = ("queue_full", "deadline", "rate_limit", "concurrency", "draining", "body_too_large", "bodies_full")
 
 MAX_ENDPOINTS = 200  # pairs of path and status; who asks for paths at random must not fill our memory
 

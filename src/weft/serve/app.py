@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,8 +22,9 @@ from weft.serve.calls import Caller, Desk, new_request_id
 from weft.serve.client import EngineClient, clock
 from weft.serve.errors import ApiError, of_json, of_request
 from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, wanted
-from weft.serve.gate import Gate, Keys, Limits, answer, read_body
+from weft.serve.gate import Bodies, Gate, Keys, Limits, answer
 from weft.serve.infer import Call, Gone, Presence, finite, respond
+from weft.serve.log import Sparing
 from weft.serve.messages import Facts
 from weft.serve.openapi import description
 from weft.serve.parsing import QUICK, parse
@@ -48,11 +50,14 @@ class Server:
     metrics: ServerMetrics
     tracer: Tracer | None
     limits: Limits
+    bodies: Bodies
     created: int  # seconds since the epoch
     draining: bool = False
     active: int = 0  # inference requests
     collector: Collector = field(default_factory=Collector)
     turns: Turns = field(default_factory=Turns)
+    log: Sparing = field(default_factory=Sparing)
+    resets: Counter[str] = field(default_factory=Counter)  # of the prefix cache, by tenant
     quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and none is active
 
     def drain(self) -> None:
@@ -84,6 +89,7 @@ class Server:
             inner,
             Keys(self.options.api_key),
             self.metrics,
+            self.log,
             [route.path for route in routes],
             self.options.allowed_origins,
         )
@@ -146,10 +152,9 @@ class Server:
         self.active += 1
         there: Presence | None = None
         try:
-            data = await read_body(scope, receive, int(self.options.max_body_mb * 1e6))
+            data = await self.bodies.read(scope, receive)
             there = Presence(receive)
-            salt = "" if self.options.share_prefix_cache else tenant
-            caller = Caller(tenant, salt, wanted(headers), arrival, new_request_id(), len(data))
+            caller = Caller(tenant, self._salt(tenant), wanted(headers), arrival, new_request_id(), len(data))
             body, call = await there.during(self._read(data, kind, check, caller, facts))
             call.headers.append((b"x-request-id", scope["request_id"]))
             self.metrics.started()
@@ -319,7 +324,7 @@ class Server:
     async def _body(self, scope: Scope, receive: Receive, kind: type[B]) -> tuple[B, int]:
         """A body and the number of its bytes."""
         try:
-            data = await read_body(scope, receive, int(self.options.max_body_mb * 1e6))
+            data = await self.bodies.read(scope, receive)
             return await self._parse(data, kind), len(data)
         except ConnectionResetError:
             raise ApiError(400, "the client has disconnected") from None
@@ -375,9 +380,23 @@ class Server:
         )
 
     async def reset_prefix_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forgets the caller's prefixes, and nobody else's. Where all share the cache, they are everybody's."""
         self._facts()
-        self.client.reset_cache()
+        tenant = scope["tenant"]
+        if self._salt(tenant):
+            self.resets[tenant] += 1
+        else:
+            self.client.reset_cache()
         await answer(send, 200, {"status": "ok"})
+
+    def _salt(self, tenant: str) -> str:
+        """What the hashes of a tenant's prefixes begin with; "" where all share the cache.
+
+        With another number of resets the old blocks are never found again. They go as all blocks do that nobody uses.
+        """
+        if not tenant or self.options.share_prefix_cache:
+            return ""
+        return f"{tenant}/{self.resets[tenant]}/"
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         await answer(send, 200, description(bool(self.options.api_key)))

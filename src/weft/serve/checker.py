@@ -17,6 +17,7 @@ import msgspec
 
 from weft.engine.params import StructuredOutputs
 from weft.errors import RequestError
+from weft.serve.bounds import limit_memory, limit_time
 from weft.serve.errors import ApiError
 
 PROCESSES = 4  # at once, started when they are needed
@@ -121,39 +122,20 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the API process
         signal.signal(number, signal.SIG_IGN)
     check_structure(StructuredOutputs(json_object=True))  # imports the rest
-    _bound()
+    if hasattr(os, "nice"):  # not on Windows
+        os.nice(NICE)  # streams go first
+    limit_memory(MEMORY)
     for line in sys.stdin.buffer:
         error = None
-        _limit_time(CPU)
+        limit_time(CPU)
         try:
             check_structure(msgspec.json.decode(line, type=StructuredOutputs))
         except (RequestError, msgspec.MsgspecError, RecursionError) as wrong:
             error = str(wrong)
-        _limit_time(0.0)
+        limit_time(0.0)
         sys.stdout.buffer.write(_encode(Verdict(error)) + b"\n")
         sys.stdout.buffer.flush()
     return 0
-
-
-def _limit_time(seconds: float) -> None:
-    """The signal ends the process, also in the middle of a library."""
-    if hasattr(signal, "setitimer"):  # not on Windows
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-def _bound() -> None:
-    """Streams go first, and memory is bounded."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
-    os.nice(NICE)
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            own = int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:  # not Linux
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (own + MEMORY, own + MEMORY))
 
 
 if __name__ == "__main__":

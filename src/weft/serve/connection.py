@@ -2,10 +2,12 @@
 
 Heads are bounded in size and time, and so is what surrounds the pieces of a chunked body: trailers (which are dropped)
 and extensions. Readers that stop reading are given up, and pipelined requests are not taken. Upgrades are refused, but
-for an offer of HTTP/2 (h2c) beside an ordinary request, which some clients always make: it is ignored.
+for an offer of HTTP/2 (h2c) beside an ordinary request, which some clients always make: it is ignored. A client that
+closes its writing side waits for its answer, and one that is gone is told apart from it.
 """
 
 import asyncio
+import socket
 from typing import Any
 
 import httptools
@@ -19,6 +21,8 @@ HEAD_TIMEOUT = 30.0  # seconds that these may take
 WRITE_TIMEOUT = 60.0  # seconds that a client may leave a full buffer unread
 MOST_AROUND = 1 << 16  # bytes around the pieces of a chunked body,
 AROUND_BYTE = 16  # and more for each byte in them: a piece of one byte has six around it
+FIRST_LOOK = 0.005  # seconds after the end of what a client sends: is it still there? Short answers are out by then
+LAST_LOOK = 1.0  # seconds between later looks, each of which waits twice as long as the one before
 NO_UPGRADES = "this server speaks HTTP/1.1 alone: send the request without an upgrade to another protocol"
 
 
@@ -28,16 +32,46 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._stuck: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
         self._late: asyncio.TimerHandle | None = None
         self._ignoring = False
         self._read = self._body = 0  # bytes since the head, with and without what is around the pieces of a body
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._stuck, self._late):
+        for timer in (self._stuck, self._late, self._look):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection is kept, for the answer to a request that is complete."""
+        if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
+            return False
+        self.cycle.keep_alive = False
+        if self._look is None:
+            self._look = self.loop.call_later(FIRST_LOOK, self._look_for_client, FIRST_LOOK)
+        return True
+
+    def _look_for_client(self, waited: float) -> None:
+        """Hangs up where the client has closed the connection, and not only its writing side.
+
+        Both look the same from here: its last packet says that it sends no more. Only the answer to bytes that are
+        sent to it tells them apart: the system of a client that is gone refuses them. Where tokens are streamed, the
+        next one does. Before that, an interim answer is sent, which every client of HTTP/1.1 must pass over; one
+        alone, as some take a few at most. A client that goes still later is noticed when it is answered.
+        """
+        cycle = self.cycle
+        if self.transport.is_closing() or cycle.response_complete:
+            return
+        if waited == FIRST_LOOK and not cycle.response_started and cycle.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        connection = self.transport.get_extra_info("socket")
+        if connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        delay = min(2 * waited, LAST_LOOK)
+        self._look = self.loop.call_later(delay, self._look_for_client, delay)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()

@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 
 from weft.errors import QueueFullError, RequestError
+from weft.files import MOST_DEPTH
 
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
@@ -51,11 +53,12 @@ class ApiError(Exception):
     def headers(self) -> list[tuple[bytes, bytes]]:
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]
-        if self.status == 413 or self.code == "body_timeout":
-            return [(b"connection", b"close")]  # the rest of the body is not waited for
-        if self.retry_after is None:
-            return []
-        return [(b"retry-after", str(max(1, math.ceil(self.retry_after))).encode())]
+        found = []
+        if self.status == 413 or self.code in ("body_timeout", "bodies_full"):
+            found.append((b"connection", b"close"))  # the rest of the body is not waited for
+        if self.retry_after is not None:
+            found.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))
+        return found
 
 
 def of_request(error: RequestError) -> ApiError:
@@ -68,6 +71,8 @@ def of_request(error: RequestError) -> ApiError:
 
 def of_json(error: msgspec.MsgspecError | UnicodeDecodeError | RecursionError) -> ApiError:
     """A body that is no JSON, or not the JSON that is needed."""
+    if isinstance(error, RecursionError):
+        return ApiError(400, f"the body is nested too deep: {MOST_DEPTH} levels are allowed")
     text = str(error)
     if isinstance(error, msgspec.ValidationError):
         at = _AT.search(text)

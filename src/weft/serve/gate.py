@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import re
 import secrets
-import sys
 import time
 import traceback
 from collections import Counter, deque
@@ -21,10 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.observe.metrics import REFUSALS, ServerMetrics
 from weft.serve.errors import ApiError
 from weft.serve.formats import to_json
+from weft.serve.log import Sparing
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version"))  # reveal nothing, and probes have no keys
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 BODY_TIMEOUT = 30.0  # seconds that a client may take to send its body
+TOGETHER = 256 << 20  # bytes of all bodies that are being received, at least four of the largest
+UNCOUNTED = 1 << 16  # bytes of each body that do not count there: as many as wait in a connection in any case
 
 
 class Keys:
@@ -88,9 +90,15 @@ class Gate:
     """Outermost: authentication, error objects for whatever goes wrong inside, and the count of answers."""
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, metrics: ServerMetrics, paths: Iterable[str], origins: Iterable[str] = ()
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        metrics: ServerMetrics,
+        log: Sparing,
+        paths: Iterable[str],
+        origins: Iterable[str] = (),
     ) -> None:
-        self.app, self.keys, self.metrics = app, keys, metrics
+        self.app, self.keys, self.metrics, self.log = app, keys, metrics, log
         self.paths = frozenset(paths)
         self.origins = frozenset(origin.encode() for origin in origins)
 
@@ -123,6 +131,8 @@ class Gate:
             if open_to and scope["method"] == "OPTIONS":  # a browser asks whether it may; it sends no key with that
                 await answer(counted, 200, {}, _PREFLIGHT)
                 return
+            if scope["method"] == "POST" and open_to is None:
+                _check_origin(headers)
             if scope["path"] not in OPEN_PATHS:
                 scope["tenant"] = self.keys.tenant(headers)
             await self.app(scope, receive, counted)
@@ -138,7 +148,7 @@ class Gate:
                 ending = ApiError(503, "the server is shutting down", code="draining", retry_after=5)
                 await answer(counted, 503, ending.body, [*ending.headers, *named])
         except Exception:
-            traceback.print_exc(file=sys.stderr)
+            self.log.write(traceback.format_exc())
             if not status:
                 wrong = ApiError(500, "something went wrong inside the server; its log says more", code="internal")
                 await answer(counted, 500, wrong.body, named)
@@ -155,6 +165,22 @@ class Gate:
     def _note(self, error: ApiError) -> None:
         if error.code in REFUSALS:
             self.metrics.refused(error.code)
+
+
+def _check_origin(headers: dict[bytes, bytes]) -> None:
+    """A page of any origin may send a POST of plain text: browsers ask for leave only before they send JSON or a key.
+
+    They always name the origin with a POST. Other clients name none.
+    """
+    origin = headers.get(b"origin")
+    if origin is None:
+        return
+    scheme, _, host = origin.lower().partition(b"://")
+    if scheme in (b"http", b"https") and host == headers.get(b"host", b"").lower():
+        return
+    shown = origin[:100].decode("latin-1")
+    message = f"the web page's origin {shown!r} is not one that may ask here: start the server with --allowed-origins"
+    raise ApiError(403, message, code="origin_not_allowed")
 
 
 _PREFLIGHT = [
@@ -181,28 +207,45 @@ async def answer(send: Send, status: int, body: Any, headers: Iterable[tuple[byt
     await send({"type": "http.response.body", "body": data})
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body, within `limit` bytes and BODY_TIMEOUT."""
-    length = scope["headers_by_name"].get(b"content-length", b"")
-    if length.isdigit() and int(length) > limit:
-        raise _too_large(int(length), limit)
-    pieces: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ConnectionResetError
-                piece = message.get("body", b"")
-                size += len(piece)
-                if size > limit:
-                    raise _too_large(size, limit)
-                pieces.append(piece)
-                if not message.get("more_body", False):
-                    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    except TimeoutError:
-        raise ApiError(400, f"the body did not come within {BODY_TIMEOUT:g} s", code="body_timeout") from None
+class Bodies:
+    """Reads bodies. Each is bounded, and so is the sum of those that are not complete yet."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most  # bytes of one body
+        self.most_together = max(TOGETHER, 4 * most)
+        self.held = 0  # bytes of unfinished bodies, without the first UNCOUNTED of each
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body of a request, within BODY_TIMEOUT."""
+        length = scope["headers_by_name"].get(b"content-length", b"")
+        if length.isdigit() and int(length) > self.most:
+            raise _too_large(int(length), self.most)
+        body = bytearray()  # and no list of pieces: these may be tiny, and an object each
+        counted = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionResetError
+                    body += message.get("body", b"")
+                    if len(body) > self.most:
+                        raise _too_large(len(body), self.most)
+                    if not message.get("more_body", False):
+                        return bytes(body)
+                    more = max(0, len(body) - UNCOUNTED) - counted
+                    self._check(more)
+                    self.held, counted = self.held + more, counted + more
+        except TimeoutError:
+            raise ApiError(400, f"the body did not come within {BODY_TIMEOUT:g} s", code="body_timeout") from None
+        finally:
+            self.held -= counted
+
+    def _check(self, more: int) -> None:
+        """Small bodies always pass: they have no part in the sum, so that stalled ones keep nobody else out."""
+        if more and self.held + more > self.most_together:
+            message = f"unfinished bodies have {self.held} bytes, and {self.most_together} may be: try again later"
+            raise ApiError(503, message, code="bodies_full", retry_after=1)
 
 
 def _too_large(size: int, limit: int) -> ApiError:

@@ -47,7 +47,7 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 
 class ResetCache(msgspec.Struct, tag="reset", array_like=True):
-    """Forget all cached prefixes."""
+    """Forget all cached prefixes, of whatever salt."""
 
 
 ToEngine = Submit | Abort | ResetCache

@@ -29,6 +29,7 @@ _ERROR: Json = {
 _ERRORS = {
     "400": "the request is malformed; the message names the value, the limit and the way out",
     "401": "no API key, or one that is not known",
+    "403": "a web page of an origin that is not allowed asks",
     "404": "no such model",
     "413": "the body is too large",
     "429": "this API key has asked for too much",
@@ -70,7 +71,7 @@ def description(with_keys: bool) -> Json:
             "/metrics": {"get": _operation("Prometheus metrics", content="text/plain")},
             "/load": {"get": _operation("How busy the server is")},
             "/server_info": {"get": _operation("What runs here, with which options")},
-            "/reset_prefix_cache": {"post": _operation("Forgets all cached prefixes")},
+            "/reset_prefix_cache": {"post": _operation("Forgets the cached prefixes of the key that asks")},
             "/openapi.json": {"get": _operation("This description")},
         },
         "components": {"schemas": components},

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from weft.files import MOST_DEPTH, is_too_deep
 from weft.serve.errors import ApiError
 
 T = TypeVar("T")
@@ -28,17 +29,31 @@ _OF_NUMBERS = b"[0123456789-," + _SPACE + b"]"  # all that a list of whole numbe
 
 def parse(data: bytes, kind: type[T]) -> T:
     """A body of the given kind, a Struct; a number may also be written as text, as some clients do."""
+    struct: Any = kind  # mypy knows neither that it has fields nor that it is hashable
+    may_be_deep = data.count(b"[") + data.count(b"{") > MOST_DEPTH
     if len(data) <= LARGE:
-        return msgspec.json.decode(data, type=kind, strict=False)
-    struct: Any = kind  # mypy does not know that a type is hashable
+        whole = msgspec.json.decode(data, type=kind, strict=False)
+        if may_be_deep:
+            _check_depth({name: getattr(whole, name) for name in struct.__struct_fields__})
+        return whole
     found = msgspec.json.decode(data, type=_unread(struct))
     raws = {name: bytes(raw) for name in found.__struct_fields__ if (raw := getattr(found, name)) is not None}
     fields = {name: ids for name, raw in raws.items() if (ids := _token_ids(raw)) is not None}
     others = {name: raw for name, raw in raws.items() if name not in fields}
     if hold_too_many(others.values()):
         raise ApiError(400, f"the body has more than {MOST_VALUES} values (objects, lists, numbers, texts) in it")
-    fields.update((name, msgspec.json.decode(raw)) for name, raw in others.items())
+    decoded = {name: msgspec.json.decode(raw) for name, raw in others.items()}
+    if may_be_deep:
+        _check_depth(decoded)
+    fields.update(decoded)
     return msgspec.convert(fields, kind, strict=False)
+
+
+def _check_depth(fields: dict[str, Any]) -> None:
+    """What is read can then be written, copied and shown without a thought of how deep Python may go."""
+    for name, value in fields.items():
+        if is_too_deep(value):
+            raise ApiError(400, f"{name} is nested more than {MOST_DEPTH} levels deep: make it flatter", param=name)
 
 
 @cache

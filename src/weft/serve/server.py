@@ -1,6 +1,7 @@
 """Runs a server: puts it together, listens, and ends it in an orderly way."""
 
 import asyncio
+import logging
 import math
 import os
 import signal
@@ -8,14 +9,14 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 
 import uvicorn
 
 from weft.core import Source
 from weft.engine.options import EngineOptions
-from weft.errors import OptionError
+from weft.errors import ModelError, OptionError
 from weft.llm import recommended_params, resolve_model_path
 from weft.observe.metrics import EngineStep, ServerMetrics
 from weft.observe.tracing import Tracer
@@ -24,11 +25,12 @@ from weft.serve.calls import Desk
 from weft.serve.checker import Checker
 from weft.serve.client import EngineClient, Listener, clock
 from weft.serve.connection import Connection
-from weft.serve.gate import Limits
+from weft.serve.gate import Bodies, Limits
 from weft.serve.infer import SHUT_DOWN
 from weft.serve.messages import Facts
 from weft.serve.settings import ServeOptions
 from weft.serve.texts import Texts
+from weft.serve.trial import Finding, Trial
 from weft.text.reasoning import REASONING_PARSERS, detect_reasoning
 from weft.text.tools import TOOL_PARSERS, detect_tool_format
 
@@ -68,7 +70,9 @@ def serve(options: ServeOptions, engine_options: EngineOptions) -> int:
 def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
     """Reads what the API process needs of the model; the engine process reads the rest."""
     path = resolve_model_path(engine_options.model)
-    texts = Texts(path, options.chat_template)
+    with closing(Trial(path, options.chat_template)) as trial:
+        texts = Texts(path, options.chat_template)
+        _check_template(trial.finding())
     names = options.served_model_name or (engine_options.model or DEFAULT_NAME,)
     template = texts.template.source
     desk = Desk(
@@ -109,8 +113,16 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
         metrics=metrics,
         tracer=Tracer.make(options.otlp_traces_endpoint),
         limits=Limits(options.requests_per_minute, options.max_concurrent_requests),
+        bodies=Bodies(int(options.max_body_mb * 1e6)),
         created=int(time.time()),
     )
+
+
+def _check_template(found: Finding) -> None:
+    if found.broken is not None:
+        raise ModelError(f"{found.broken}; give another with --chat-template")
+    if found.refused is not None:
+        _say(f"chats may fail: a greeting does ({found.refused})")
 
 
 def _parser(chosen: str | None, known: Iterable[str], option: str, detected: str | None) -> str | None:
@@ -163,6 +175,8 @@ def _run(server: Server, listener: socket.socket) -> int:
         proxy_headers=False,
         backlog=BACKLOG,
     )
+    for name in ("uvicorn.error", "asyncio"):  # they tell of failures, one entry each time
+        logging.getLogger(name).addFilter(server.log)
     process = _Process(config, server, listener)
     process.run(sockets=[listener])
     return process.exit_code

@@ -26,7 +26,7 @@ class Texts:
         """`template` is used instead of the model's own: the name of a file, or the text itself."""
         self.path = path
         self.tokenizer = Tokenizer.load(path)
-        self.template = ChatTemplate.load(path) if template is None else _template(path, template)
+        self.template = read_template(path, template)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-text")
         self._lock = threading.Lock()
         self._running = 0  # threads that do something
@@ -116,14 +116,20 @@ def _arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:
                 yield text.encode(errors="replace")
 
 
-def _template(path: Path, given: str) -> ChatTemplate:
+def read_template(path: Path, given: str | None) -> ChatTemplate:
+    """The model's own, or the one that was given: the name of a file, or the text itself."""
+    if given is None:
+        return ChatTemplate.load(path)
     try:
         is_file = Path(given).is_file()
     except OSError:  # a long text is no name
         is_file = False
     if not is_file and "{" not in given:
         raise OptionError(f"chat_template={given!r:.100} is neither a file nor a template")
-    source = Path(given).read_text(encoding="utf-8") if is_file else given
+    try:
+        source = Path(given).read_text(encoding="utf-8") if is_file else given
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"chat_template={given!r:.100} cannot be read: {error}") from None
     return ChatTemplate(source, read_special_tokens(path))
 
 

@@ -31,6 +31,7 @@ from weft.engine.stream import Stream
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.observe.metrics import EngineStep
 from weft.observe.steps import StepLog
+from weft.serve.log import Sparing
 from weft.serve.messages import (
     Abort,
     Begin,
@@ -131,6 +132,7 @@ class Worker:
         log: StepLog | None = None,
     ) -> None:
         self.collector, self.pulse, self.log = collector, pulse, log
+        self.errors = Sparing()
         self.engine, self.loop, self.socket = engine, engine.loop, socket
         self.loop.on_record = self._note
         self._streams: dict[int, Stream] = {}
@@ -212,7 +214,7 @@ class Worker:
                 self.loop.abort(stream)
             kind = "queue_full" if isinstance(error, QueueFullError) else "request"
             if not isinstance(error, RequestError):
-                traceback.print_exc()
+                self.errors.write(traceback.format_exc())
                 kind = "error"
             self.socket.send(encode(Rejected(job.key, kind, str(error))))
             return
@@ -234,9 +236,10 @@ class Worker:
     def _fail(self, error: Exception) -> None:
         """A step failed, and all who ran with it; the loop has started over."""
         self._failures += 1
-        traceback.print_exc()
+        text = traceback.format_exc()
         if not isinstance(error, EngineError):
-            print(f"weft: a step failed ({self._failures} in a row)", file=sys.stderr)
+            text += f"weft: a step failed ({self._failures} in a row)"
+        self.errors.write(text)
         ends = [_end(key, stream, None, "error") for key, stream in self._streams.items()]
         self._streams.clear()
         self._keys.clear()

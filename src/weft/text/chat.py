@@ -1,19 +1,24 @@
 """Chat templates: owns how messages become a prompt.
 
-The template comes with the model, so it runs in a sandbox and sees plain JSON data only; its running time is not
-limited, as nothing in a request makes a well-meant template run away. The prompt that comes out holds its special
-tokens already: encode it with `add_special_tokens=False`.
+The template comes with the model, so it runs in a sandbox and sees plain JSON data only. The time of one rendering and
+the length of its text are bounded. A single expression is not: one that makes a huge value (a text times a billion) is
+left to the trial that a server makes at its start, in a process that can be killed. The prompt that comes out holds
+its special tokens already: encode it with `add_special_tokens=False`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -25,6 +30,12 @@ from weft.files import read_json
 from weft.text.tokenizer import one_line, read_special_tokens
 
 Message = dict[str, Any]
+MOST_SECONDS = 5.0  # of processor time for one rendering: a chat of 30,000 messages takes 0.14 on one core
+MOST_TEXT = 1 << 26  # characters of one prompt: many times what any model can read
+
+
+class RunawayError(RequestError):
+    """A rendering takes too much time or memory."""
 
 
 class ChatTemplate:
@@ -34,6 +45,7 @@ class ChatTemplate:
         """`special_tokens` are variables of the template, as in {"bos_token": "<s>"}."""
         self._sources = {"default": templates} if isinstance(templates, str) else dict(templates)
         self._special_tokens = dict(special_tokens or {})
+        self._environment = _environment()
         self._compiled: dict[str, jinja2.Template] = {}
 
     @classmethod
@@ -74,7 +86,10 @@ class ChatTemplate:
     def _render(self, messages: list[Message], /, **variables: Any) -> str:
         template = self._template("tool_use" if variables["tools"] and "tool_use" in self._sources else "default")
         try:
-            return template.render({**self._special_tokens, **variables, "messages": messages})
+            return self._environment.bounded(template, {**self._special_tokens, **variables, "messages": messages})
+        except (_TooMuch, MemoryError) as error:
+            what = str(error) or "more memory than there is"
+            raise RunawayError(f"the model's chat template takes {what} for these messages: shorten them") from None
         except SecurityError as error:
             raise ModelError(f"the model's chat template does what the sandbox forbids: {one_line(error)}") from error
         except _TemplateRefusal as error:
@@ -87,7 +102,7 @@ class ChatTemplate:
             if name not in self._sources:
                 raise RequestError("the model has no chat template: send a prompt instead, or add chat_template.jinja")
             try:
-                self._compiled[name] = _environment().from_string(self._sources[name])
+                self._compiled[name] = self._environment.from_string(self._sources[name])
             except Exception as error:  # a syntax error, or nesting too deep for the compiler
                 raise ModelError(f"the model's chat template is broken: {one_line(error)}") from error
         return self._compiled[name]
@@ -189,6 +204,10 @@ def _parse_arguments(call: Any) -> None:
             return
 
 
+class _TooMuch(Exception):
+    """Of time, or of text; says of which."""
+
+
 class _TemplateRefusal(jinja2.TemplateError):
     """Raised by the template itself, in words meant for the user."""
 
@@ -221,9 +240,42 @@ def _check_name(name: str) -> None:
         raise SecurityError(f"a namespace may not have the attribute {name!r}")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+class _Ticking(CodeGenerator):
+    """Every body of a loop, a macro or a condition begins with a tick: what goes on without end ticks without end."""
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        self.writeline("environment.tick()")
+        super().blockvisit(nodes, frame)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _Ticking
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._own = threading.local()  # `ticks` and `end` of this thread's rendering
+
+    def bounded(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+        """The text of a template; raises _TooMuch where that takes too long or is too much."""
+        self._own.ticks, self._own.end = 0, time.thread_time() + MOST_SECONDS
+        text, length = StringIO(), 0
+        for piece in template.generate(variables):
+            length += len(piece)
+            if length > MOST_TEXT:
+                raise _TooMuch(f"more than {MOST_TEXT} characters")
+            text.write(piece)
+        return text.getvalue()
+
+    def tick(self) -> None:
+        """Called by the template; the clock, which is slow to read, is looked at once in a while."""
+        self._own.ticks += 1
+        if self._own.ticks % 256 == 0 and time.thread_time() > self._own.end:
+            raise _TooMuch(f"more than {MOST_SECONDS:g} s of processor time")
+
+
+def _environment() -> _Environment:
     """What published templates count on: these settings, tags, filters and functions are Transformers' set."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson

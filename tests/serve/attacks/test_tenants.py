@@ -1,10 +1,11 @@
-"""One key with many clients beside another with one: the one is served as if it had half of the device."""
+"""One key beside another: many clients of one take no more than their share, and none can clear the other's cache."""
 
 import asyncio
 import time
 from typing import NamedTuple
 
 import httpx
+import pytest
 
 from tests.serve.running import RunningServer
 
@@ -60,3 +61,40 @@ def test_sixty_clients_of_one_key_refuse_none_of_another() -> None:
     assert set(one.statuses) == {200}, f"{one.statuses.count(503)} of {len(one.statuses)} refused"
     assert sorted(one.ttfts)[len(one.ttfts) // 2] < 4.0
     assert many.statuses.count(200) >= CLIENTS, "the many are served as well"
+
+
+WORDS = "The quick brown fox jumps over the lazy dog and runs away from the old house by the sea. " * 4
+
+
+def cached(server: RunningServer, key: str, **more: object) -> int:
+    """Tokens of the prompt that were found in the cache."""
+    body = {"prompt": WORDS, "max_tokens": 1, **more}
+    answer = server.post("/v1/completions", body, headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == 200
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def reset(server: RunningServer, key: str) -> None:
+    answer = server.http.post("/reset_prefix_cache", headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_reset_of_the_cache_is_for_the_key_that_asks(shared: bool) -> None:
+    options = ("--policy", "chunked", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "64MiB")
+    server = RunningServer(
+        *options, "--api-key", MANY, "--api-key", ONE, *(("--share-prefix-cache",) if shared else ())
+    )
+    try:
+        salts: list[dict[str, object]] = [{}, {"cache_salt": "mine"}, {"cache_salt": "1/"}]
+        for salt in salts:
+            assert cached(server, MANY, **salt) == 0
+            assert (cached(server, ONE, **salt) > 0) == shared
+        for _ in range(2):
+            reset(server, MANY)
+            for salt in salts:
+                assert cached(server, MANY, **salt) == 0
+                assert cached(server, MANY, **salt) > 0
+                assert cached(server, ONE, **salt) > 0
+    finally:
+        server.kill()
