@@ -5,6 +5,7 @@ grammar hashes as well: a mask of another position, or of another request, gives
 
 import hashlib
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -16,7 +17,7 @@ from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Standing, Stream
-from weft.engine.structured import Grammar
+from weft.engine.structured import Form, Grammar
 
 VOCAB = 50
 EOS = 0  # sampled about every fiftieth token
@@ -66,6 +67,15 @@ class ToyMatcher:
         allowed = (np.arange(VOCAB) + self.state) % 3 == 0
         allowed[EOS] = True
         return allowed
+
+
+class ToyForm(Form):
+    def __init__(self, matcher: ToyMatcher) -> None:
+        super().__init__("", cast(Any, SimpleNamespace(vocab_size=VOCAB)))
+        self._only = matcher
+
+    def matcher(self) -> Any:
+        return self._only
 
 
 class Lazy(NamedTuple):
@@ -164,7 +174,7 @@ def toy_stream(
         arrival=arrival,
         standing=Standing(**standing),
         sibling=sibling,
-        grammar=None if matcher is None else Grammar(cast(Any, matcher), VOCAB, (EOS,)),
+        grammar=None if matcher is None else Grammar(ToyForm(matcher)),
     )
 
 

@@ -1,7 +1,9 @@
 """Python's garbage collector, kept out of the way: a collection stops all streams, a full one for tens of
-milliseconds."""
+milliseconds. And memory that is free, given back to the system."""
 
+import ctypes
 import gc
+import sys
 import time
 
 # Container objects that may be made, and not freed by themselves, between two collections of the youngest; how many of
@@ -10,13 +12,14 @@ import time
 # that older generations have little to find.
 THRESHOLDS = (2_000, 500, 100)
 EVERY = 5.0  # seconds between two collections of an idle process
+EVERY_TRIM = 60.0  # seconds between two moments at which it gives free memory back, which the next request takes again
 
 
 class Collector:
     """For a process that does nothing but serve."""
 
     def __init__(self) -> None:
-        self._last = 0.0
+        self._last = self._trimmed = 0.0
         self._before = gc.get_threshold()
 
     def freeze(self) -> None:
@@ -36,3 +39,14 @@ class Collector:
         if now - self._last > EVERY:
             self._last = now
             gc.collect()
+            if now - self._trimmed > EVERY_TRIM:
+                self._trimmed = now
+                trim()
+
+
+def trim() -> None:
+    """Gives free memory back. The C library keeps what threads have freed, as hundreds of megabytes of grammars are."""
+    if sys.platform == "linux":
+        release = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
+        if release is not None:
+            release(0)

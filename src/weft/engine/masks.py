@@ -6,20 +6,14 @@ is not ready sits out a step, so no other stream waits for it.
 
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.engine.stream import Stream
-from weft.engine.structured import Grammar
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
+from weft.engine.structured import Grammar, Mask
 
 THREADS = 4  # so that a mask that takes long does not hold up those of other streams
-
-Mask = NDArray[np.int32]  # a word has the bits of 32 tokens, the lowest first
 
 
 class MaskBuilder:
@@ -96,14 +90,9 @@ class MaskBuilder:
 
 def _build(grammar: Grammar, token: int | None, banned: Sequence[int]) -> Mask:
     """The mask behind a token. `banned` tokens are left out while the grammar allows anything else."""
-    matcher: LLMatcher = grammar.matcher
-    if token is not None:
-        matcher.consume_token(token)
-    # A matcher that fails, because its grammar has become too complex, allows the end of text from here on.
-    words = -(-grammar.vocab_size // 32)
-    mask: Mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[:words]
+    mask = grammar.mask(token)
     if banned:
-        others = mask & ~_pack(banned, words)
+        others = mask & ~_pack(banned, len(mask))
         return others if others.any() else mask
     return mask
 

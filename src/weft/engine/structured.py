@@ -16,9 +16,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.engine.params import StructuredOutputs, Thoughts
 from weft.errors import RequestError
@@ -41,6 +42,7 @@ WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
 TAGS = ("<think>", "</think>")
 
 _T = TypeVar("_T")
+Mask = NDArray[np.int32]  # a word has the bits of 32 tokens, the lowest first
 
 
 def check_structure(structure: StructuredOutputs) -> None:
@@ -84,14 +86,46 @@ def grammar_text(structure: StructuredOutputs) -> str:
         raise _refusal(structure.kind, str(error)) from None
 
 
-class Grammar(NamedTuple):
-    """A form compiled for a model's tokens and for one request. (Copies of a matcher would share what its lexer has
-    learnt, and the limit on that: one request's fate would depend on another's.)
+class Form:
+    """A form in llguidance's notation, for a model's tokens. Requests share it."""
+
+    def __init__(self, text: str, tokenizer: "LLTokenizer") -> None:
+        self.text, self.tokenizer = text, tokenizer
+        self._lock = threading.Lock()
+        self._first: Mask | None = None
+
+    def matcher(self) -> "LLMatcher":
+        return _with_room(lambda: _matcher(self.text, self.tokenizer))
+
+    def first_mask(self) -> Mask:
+        """Of the first token: the same for all requests, so that those that wait need no matcher."""
+        with self._lock:
+            if self._first is None:
+                self._first = _mask(self.matcher(), self.tokenizer.vocab_size)
+            return self._first
+
+
+class Grammar:
+    """A form and how far one request has come in it. (Copies of a matcher would share what its lexer has learnt, and
+    the limit on that: one request's fate would depend on another's.)
+
+    Its matcher is made behind the first token. One of a large schema takes 30 ms and 0.4 MB: a request that waits has
+    none.
     """
 
-    matcher: "LLMatcher"
-    vocab_size: int  # tokens that a mask has bits for; not less than the model's logits
-    end_ids: tuple[int, ...]  # allowed where the grammar accepts
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self._matcher: LLMatcher | None = None
+
+    def mask(self, token: int | None) -> Mask:
+        """The tokens that are allowed behind this one, the last of the output; None: behind none."""
+        if token is None:
+            return self.form.first_mask()
+        if self._matcher is None:
+            self._matcher = self.form.matcher()
+        # A matcher that fails, because its grammar has become too complex, allows the end of text from here on.
+        self._matcher.consume_token(token)
+        return _mask(self._matcher, self.form.tokenizer.vocab_size)
 
 
 class Grammars:
@@ -106,6 +140,7 @@ class Grammars:
         self.vocab_size = vocab_size  # of the model; its tokenizer may know more tokens, or fewer
         self.end_ids = tuple(dict.fromkeys(end_ids))
         self._tried = functools.lru_cache(CACHED)(self._try)
+        self._form = functools.lru_cache(CACHED)(lambda text: Form(text, self.tokenizer))
         self._tags: frozenset[str] = frozenset()  # of thoughts, as far as they are tokens; known with the tokenizer
 
     def check(self, structure: StructuredOutputs) -> None:
@@ -116,12 +151,11 @@ class Grammars:
         """For `count` requests. Raises a RequestError where the form cannot be kept to."""
         text = grammar_text(structure)
         self._tried(structure.kind, text)
-        tokenizer = self.tokenizer
         if structure.behind is not None:
             text = _behind(structure.behind, text, self._tags)
             self._tried(structure.kind, text)
-        matchers = _with_room(lambda: [_matcher(text, tokenizer) for _ in range(count)])
-        return [Grammar(matcher, tokenizer.vocab_size, self.end_ids) for matcher in matchers]
+        form = self._form(text)
+        return [Grammar(form) for _ in range(count)]
 
     @functools.cached_property
     def tokenizer(self) -> "LLTokenizer":
@@ -257,6 +291,11 @@ def _rehearse(kind: str, text: str, tokenizer: "LLTokenizer") -> None:
         if not len(further):
             return
         matcher.consume_token(int(further[-1]))
+
+
+def _mask(matcher: "LLMatcher", vocab_size: int) -> Mask:
+    found: Mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[: -(-vocab_size // 32)]
+    return found
 
 
 def _matcher(text: str, tokenizer: "LLTokenizer") -> "LLMatcher":

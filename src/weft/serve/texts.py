@@ -16,6 +16,8 @@ from weft.text.tokenizer import Tokenizer, read_special_tokens
 T = TypeVar("T")
 SHORT = 2000  # characters (or bytes) that are dealt with at once: less than a millisecond, and a thread costs time too
 THREADS = 2
+MOST_TEXT = 1_000_000  # characters that are tokenized at once, or MOST_PER_TOKEN for each token of the context: a
+MOST_PER_TOKEN = 16  # million of them take up to 200 MB
 MARK = "\ue000weft\ue001"  # of private use: nobody writes this
 
 
@@ -92,6 +94,7 @@ class Texts:
 
 
 def _check_size(text: str, most: int | None, tokenizer: Tokenizer) -> None:
+    limit = max(MOST_TEXT, MOST_PER_TOKEN * (most or 0))
     if most is not None and len(text) > most * tokenizer.longest_token:
         raise ApiError(
             400,
@@ -99,6 +102,8 @@ def _check_size(text: str, most: int | None, tokenizer: Tokenizer) -> None:
             "which is more in any case: shorten the prompt",
             code="context_length_exceeded",
         )
+    if len(text) > limit:
+        raise ApiError(400, f"the text has {len(text)} characters, and {limit} may be tokenized at once: divide it")
 
 
 def _check_arguments(messages: list[dict[str, Any]]) -> None:

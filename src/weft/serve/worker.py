@@ -56,6 +56,7 @@ MOST_FAILURES = 3  # steps in a row; then the device is not to be trusted and an
 SHORT = 2048  # tokens of a prompt that is made ready at once: half a millisecond
 MOST_INTAKE = 0.001  # seconds of taking in messages between two steps
 SOON = 1  # milliseconds between looks at what is made ready, where there is nothing else to do
+IDLE = 5000  # milliseconds between looks at what an idle process may tidy up
 LINGER = 1000  # milliseconds that last words may take to get out
 
 
@@ -150,15 +151,15 @@ class Worker:
             self.pulse.turn(busy=self.loop.has_work)
             if not self.loop.has_work and not self._opening:
                 self.collector.idle()
-            self._receive(0 if self.loop.has_work else SOON if self._opening else None)
+            self._receive(0 if self.loop.has_work else SOON if self._opening else IDLE)
             for job in [job for job, opening in self._opening.items() if opening.done()]:
                 self._add(job, self._opening.pop(job).result)
             if self.loop.has_work:
                 self.pulse.turn(busy=True)
                 self._turn()
 
-    def _receive(self, patience: int | None) -> None:
-        """Takes in messages that have come; waits for the first up to `patience` milliseconds, or for ever.
+    def _receive(self, patience: int) -> None:
+        """Takes in messages that have come; waits for the first up to `patience` milliseconds.
 
         A burst is taken in over several steps, so that no stream waits long for others to be opened.
         """

@@ -62,3 +62,13 @@ def test_more_log_probabilities_than_anybody_reads_are_refused(server: RunningSe
         answer = server.post("/v1/completions", body)
         assert answer.status_code == 400
         assert "1000000" in answer.json()["error"]["message"]
+
+
+def test_texts_that_no_model_reads_are_not_tokenized(server: RunningServer) -> None:
+    """7.8 MB took 1.5 GB of memory, in one of the two threads that all texts share."""
+    with Victim(server) as victim:
+        answer = server.post("/tokenize", {"prompt": "ab " * 2_600_000})
+        assert answer.status_code == 400
+        assert "1000000" in answer.json()["error"]["message"]
+        assert server.post("/tokenize", {"prompt": "ab " * 330_000}, timeout=60).json()["count"] > 300_000
+    assert victim.longest_gap < NOISE * CALM, f"{victim.longest_gap:.3f} s"
