@@ -71,7 +71,7 @@ class ToyMatcher:
 
 class ToyForm(Form):
     def __init__(self, matcher: ToyMatcher) -> None:
-        super().__init__("", cast(Any, SimpleNamespace(vocab_size=VOCAB)))
+        super().__init__("", cast(Any, SimpleNamespace(vocab_size=VOCAB, eos_tokens=[EOS])))
         self._only = matcher
 
     def matcher(self) -> Any:

@@ -2,10 +2,9 @@
 
 import sys
 from collections import Counter, deque
-from heapq import heapify, heappop, heappush
 from types import FrameType
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from weft.core import CostModel, Outcome, Request, Scheduler, Source, slo
@@ -32,18 +31,16 @@ def one_by_one(requests: list[Request], now: float) -> list[Request]:
         served = service[key.account] if request.tag is None else request.tag
         return key[:2], levels.of(request, served), request.rank[3:], key
 
-    heads = [head(key) for key in lines]
-    heapify(heads)
     order = []
-    while heads:
-        *_, key = heappop(heads)
+    while lines:
+        *_, key = min(head(key) for key in lines)
         assert isinstance(key, LineKey)
         request = lines[key].popleft()
         order.append(request)
         if request.tag is None:
             service[key.account] += INPUT_WEIGHT * request.known / key.account.weight
-        if lines[key]:
-            heappush(heads, head(key))
+        if not lines[key]:
+            del lines[key]
     return order
 
 
@@ -51,33 +48,34 @@ drawn = st.tuples(
     st.sampled_from(TENANTS),
     st.booleans(),  # preempted, so that its tenant was charged for it
     st.integers(0, 2),  # precedence
+    st.sampled_from([(False, 0), (False, 1), (True, 0)]),  # class
     st.integers(1, 40_000),  # tokens
     st.sampled_from(["queued", "started", "new"]),
 )
 
 
 @given(
-    st.lists(drawn, min_size=1, max_size=40, unique_by=lambda one: one[3]),
+    st.lists(drawn, min_size=1, max_size=40, unique_by=lambda one: one[4]),
     st.tuples(*[st.tuples(st.floats(0.5, 4), st.integers(0, 60_000), st.sampled_from([0.0, -60.0]))] * len(TENANTS)),
 )
 def test_the_order_is_that_of_service(
-    ones: list[tuple[str, bool, int, int, str]], tenants: tuple[tuple[float, int, float], ...]
+    ones: list[tuple[str, bool, int, tuple[bool, int], int, str]], tenants: tuple[tuple[float, int, float], ...]
 ) -> None:
     accounts = {
         name: Account(name, weight, float(service), since)
         for name, (weight, service, since) in zip(TENANTS, tenants, strict=True)
     }
     places: dict[str, list[Request]] = {"queued": [], "started": [], "new": []}
-    for number, (tenant, charged, precedence, tokens, where) in enumerate(ones):
-        request = Request(f"{number:03d}", tokens, 10, tenant=tenant, account=accounts[tenant], precedence=precedence)
+    for number, (tenant, charged, precedence, (batch, priority), tokens, where) in enumerate(ones):
+        batch, priority = (False, 1) if where == "new" else (batch, priority)  # newcomers are of one class
+        request = Request(f"{number:03d}", tokens, 10, tenant=tenant, account=accounts[tenant], batch=batch)
+        request.priority, request.precedence = priority, precedence
         if where == "started" or (where == "queued" and charged):
             request.tag = accounts[tenant].service / 2
-        request.rank = (False, 0, precedence, float(tokens), 0.0, request.id)
+        request.rank = (batch, priority, precedence, float(tokens), 0.0, request.id)
         request.packed = Prefill(request, 0, tokens).pack()
         places[where].append(request)
-    if not places["new"]:
-        places["new"] = places["queued"] or places["started"]
-        places["queued" if places["queued"] else "started"] = []
+    assume(places["new"])
     queue = Queue()
     for request in places["queued"]:
         queue.add(request)
@@ -85,7 +83,8 @@ def test_the_order_is_that_of_service(
     found = line_up(queue, places["started"], places["new"], lambda request: request.packed, now=0.0)
     everything = [*places["queued"], *places["started"], *places["new"]]
     order = [found.at(place) for place in range(len(found.order))]
-    assert order == one_by_one(everything, now=0.0)
+    behind = [request for request in everything if request.rank[:2] > (False, 1)]
+    assert order == [request for request in one_by_one(everything, now=0.0) if request not in behind]
     assert [found.at(place) for place in found.newcomers] == [one for one in order if one in places["new"]]
     assert found.rows.left.tolist() == [request.known for request in order]
     fewer = found.without(found.newcomers[::2])

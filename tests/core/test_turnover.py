@@ -1,10 +1,13 @@
 """What comes free where memory is scarce."""
 
+import math
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.turnover import FEWEST, MEMORY, SCARCE, Turnover
+from weft.core.turnover import FEWEST, MEMORY, SCARCE, USUAL, Lengths, Turnover
 
 
 def serve(turnover: Turnover, steps: int, *, seconds: float, tokens: int, grown: int = 0, free: float = 0.1) -> None:
@@ -46,3 +49,28 @@ def test_what_was_long_ago_is_forgotten() -> None:
     for _ in range(1000):
         turnover.step(0.1, 0, free=0.1)
     assert turnover.rate is None
+
+
+def test_a_request_must_have_ended_when_it_has_written_all_at_its_own_gap() -> None:
+    """Not at the tightest gap of all: a constrained one has a token every second step, and steps may be as long as the
+    gaps of those that stay."""
+    gaps = np.array([0.025, 0.5, 2 * 0.025, math.inf])
+    ends = Lengths().expect(np.zeros(4, np.int64), np.array([5, 100, 40, 1]), gaps, np.array([10, 20, 30, 40]))
+    assert ends.latest.after.tolist() == pytest.approx([0.125, 2.0, 50.0, math.inf])
+    assert ends.latest.context.tolist() == [10, 30, 20, 40]
+
+
+def test_requests_are_expected_to_end_as_others_did() -> None:
+    lengths = Lengths()
+    many = np.full(50, 4000)
+    alike = (np.zeros(50, np.int64), many, np.full(50, 0.05), many)
+    assert lengths.expect(*alike).expected.after.tolist() == [USUAL] * 50
+    for tokens in range(20, 61):
+        lengths.ended(tokens)
+    after = lengths.expect(*alike).expected.after
+    assert after[0] <= 21
+    assert after[-1] >= 59
+    written = np.full(50, 50)
+    assert lengths.expect(written, *alike[1:]).expected.after.max() <= 10
+    assert lengths.expect(np.full(50, 1000), *alike[1:]).expected.after.max() <= 60
+    assert lengths.expect(alike[0], np.full(50, 3), *alike[2:]).expected.after.max() == 3

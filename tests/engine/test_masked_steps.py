@@ -12,6 +12,7 @@ from weft.core import Coefficients, CostModel, State, slo
 from weft.engine import loop as loop_module
 from weft.engine.loop import Loop
 from weft.engine.stream import Stream
+from weft.engine.structured import NoMatcherError
 
 
 def long_prompt(tokens: int, *, constrained: bool, length: int = 4) -> list[int]:
@@ -87,6 +88,21 @@ def test_a_lone_constrained_request_takes_one_step_a_token(depth: int) -> None:
     assert run(loop) == ["a:0+4*", *(f"a:{position}+1*" for position in range(4, 12))]
     assert stream.output == solo(BOUND, 9, constrained=True)
     loop.scheduler.check_integrity()
+
+
+def test_a_mask_that_cannot_be_made_ends_its_stream_and_no_other() -> None:
+    class Failing(ToyMatcher):
+        def consume_token(self, token: int) -> bool:
+            raise NoMatcherError
+
+    loop = toy_loop(depth=1)
+    free, bound = toy_stream("a", FREE, 30), toy_stream("c", BOUND, 9, matcher=Failing())
+    loop.add(free)
+    loop.add(bound)
+    run(loop)
+    assert bound.request.finish_reason == "stop"
+    assert len(bound.output) == 2
+    assert free.output == solo(FREE, 30)
 
 
 def test_the_end_of_a_grammar_wastes_no_step() -> None:

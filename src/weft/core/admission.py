@@ -91,7 +91,7 @@ class DeadlineAdmission:
             visits -= found.visits
             if not victims or visits < 0:
                 break
-        if refused or found.lacks_place:
+        if refused or found.waited.any():
             self._predict(everything, refused, load, screening.busy)
         if victims:  # whether the others can be kept is not proved yet
             return Screened([], refused, screening.newcomers)
@@ -99,7 +99,7 @@ class DeadlineAdmission:
             request = screening.lineup.at(place)
             if request.due < math.inf:
                 self._loads.add(request.tenant, float(found.seconds[place]))
-                if not (refused or found.lacks_place):
+                if not (refused or found.waited.any()):
                     request.predicted_ttft = float(found.expected[place]) - request.arrival
         return Screened(screening.newcomers, refused)
 
@@ -188,7 +188,7 @@ class _Screening:
                 one = unseen.popleft()
                 if self.lineup.at(one).deadline < math.inf:
                     insort(before, one, key=self._newness)
-            has_room = found.ends[place] < math.inf
+            has_room = not found.waited[place]
             while place not in gone and (late[place] > relief if has_room else freed < 1):
                 victim = next((one for one in reversed(before) if self._minds(place, one)), None)
                 if victim is None:

@@ -77,6 +77,10 @@ class Allowance(Protocol):
         """Seconds of prefill work that are done in a second beside these decodes; 0 where these fill the step."""
         ...
 
+    def squeezed_pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
+        """The same with the smallest slice in every step (see TimeBudget.room); 0 where not even that keeps the gap."""
+        ...
+
     def starves(self, load: StepLoad) -> bool:
         """Whether a promised gap leaves prompts less than STARVED of the pace that `chunked` would give them."""
         ...
@@ -101,6 +105,9 @@ class FixedTokens:
 
     def pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
         return self._work(cost, beside.decodes, reach) / self.step(cost, beside, reach)
+
+    def squeezed_pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
+        return 0.0
 
     def starves(self, load: StepLoad) -> bool:
         return False
@@ -175,7 +182,7 @@ class UpToTheGap:
         step = self.step(cost, beside, reach)
         least = least_step(cost, decodes, context, reach)
         if least > step:
-            return self._squeezed_pace(cost, beside, reach)
+            return 0.0
         c = cost.coefficients
         if c.wave or c.grain > 1:
             tokens = max(1, self.tokens - decodes)
@@ -186,14 +193,13 @@ class UpToTheGap:
         full = max(least, aside + work)
         return work / full if full < step else 1 - aside / step
 
-    def _squeezed_pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        """With the smallest slice in every step, see TimeBudget; 0 where not even that keeps the gap."""
+    def squeezed_pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
         c = cost.coefficients
         shape = StepShape(beside.decodes, decodes=beside.decodes, context=beside.context)
         step = c.predict(c.with_slice(shape, max(0, int(reach) - LEAST_SLICE), LEAST_SLICE))
-        if step * cost.bias > min(beside.gap, beside.soft_gap):
+        if step * cost.bias > min(beside.gap, self.step(cost, beside, reach) * cost.margin):
             return 0.0
-        return LEAST_SLICE * (c.token + c.pair * reach / 2) / step
+        return LEAST_SLICE * c.token / step
 
 
 class TokenBudget:

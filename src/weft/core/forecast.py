@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from weft.core.budget import BATCH_SHARE, Allowance, Beside, StepLoad, least_step
 from weft.core.cost import CostModel, decodes_alone
 from weft.core.request import Request, State
-from weft.core.turnover import Leaving
 
 GROUPS = 8
 FINEST = 64  # groups, at most, that a queue is divided into to find the first prompt without a place
@@ -79,15 +78,18 @@ class Forecast(NamedTuple):
     expected: Array  # when it comes if all goes as predicted, and steps are cut short for it
     seconds: Array  # that reading it takes; 0 where it has no place
     visits: int  # paces that the cost model was asked for
-    lacks_place: bool  # whether one of them must wait until a running request ends
+    waited: NDArray[np.bool_]  # whether it, or one before it, must wait until a running request ends
 
 
 def forecast(cost: CostModel, allowance: Allowance, load: StepLoad, rows: Rows, busy: float) -> Forecast:
     """`busy` is the recent load, from 0 to 1: above QUIET a step is not cut short for every first token."""
-    gap = min(load.gap, load.soft_gap)
-    walk = _Walk(cost, allowance, load, rows, busy, Departures(load.ends.latest, gap, math.inf))
+    leaving, context = load.ends.latest
+    step = max(
+        cost.predict(load.shape), 1e-6
+    )  # while no prompt is read: the shortest, in which most tokens are written
+    walk = _Walk(cost, allowance, load, rows, busy, Departures(leaving, context, step))
     walk.serve_all()
-    return Forecast(walk.ends, walk.expected, walk.seconds, walk.visits, walk.lacks_place)
+    return Forecast(walk.ends, walk.expected, walk.seconds, walk.visits, walk.waited)
 
 
 def expect(
@@ -96,7 +98,9 @@ def expect(
     """When first tokens come if requests end as they usually do. Prompts that are left out are read as if they were the
     only one of these."""
     step = allowance.step(cost, load.beside, 0.0)
-    walk = _Walk(cost, allowance, load, rows, busy, Departures(load.ends.expected, step, load.ends.typical), left_out)
+    steps, context = load.ends.expected
+    departures = Departures(steps * step, context, step, load.ends.typical * step)
+    walk = _Walk(cost, allowance, load, rows, busy, departures, left_out)
     walk.serve_all()
     return walk.expected
 
@@ -104,9 +108,10 @@ def expect(
 class Departures(NamedTuple):
     """When the requests that decode now end, and give up their places."""
 
-    leaving: Leaving
-    step: float  # seconds from one token of theirs to the next
-    typical: float  # steps that a prompt which is read decodes; infinite where it is not assumed to end
+    after: Array  # seconds, ascending
+    context: Array  # tokens that each of them reads now
+    step: float  # seconds of a step while none is read
+    life: float = math.inf  # seconds that a prompt which is read decodes; infinite where it is not assumed to end
 
 
 class _Walk:
@@ -143,12 +148,8 @@ class _Walk:
         self.stays: Array = np.ones(count)  # 0 where it takes no time and no place from the others
         if left_out is not None:
             self.stays[left_out] = 0.0
-        # Of the prompts before each place that will decode: how many, their context, their tightest gaps.
-        decodes = rows.decodes * self.stays
-        self._decodes = np.concatenate([[0.0], np.cumsum(decodes)])
-        self._context = np.concatenate([[0.0], np.cumsum(decodes * self.reach)])
-        gaps = (np.where(decodes == 0, math.inf, gap) for gap in (rows.gap, rows.soft_gap))
-        self._gap, self._soft_gap = (np.concatenate([[math.inf], np.minimum.accumulate(gap)]) for gap in gaps)
+        self._sum_up()
+        self.waited = np.zeros(count, np.bool_)  # for a place among the decodes, itself or one before it
         self.ends = np.full(count, math.inf)
         self.expected = np.full(count, math.inf)
         self.seconds = np.zeros(count)
@@ -164,11 +165,21 @@ class _Walk:
         for begin, end in pairwise(sorted(bounds)):
             self._serve(begin, end)
 
+    def _sum_up(self) -> None:
+        """Of the prompts before each place that will decode: how many, their context, their tightest gaps."""
+        decodes = self.rows.decodes * self.stays
+        self._decodes = np.concatenate([[0.0], np.cumsum(decodes)])
+        self._context = np.concatenate([[0.0], np.cumsum(decodes * self.reach)])
+        gaps = (np.where(decodes == 0, math.inf, gap) for gap in (self.rows.gap, self.rows.soft_gap))
+        self._gap, self._soft_gap = (np.concatenate([[math.inf], np.minimum.accumulate(gap)]) for gap in gaps)
+
     def _beside(self, place: int) -> Beside:
         """The decodes when all prompts before this place have been read."""
         decodes, context, gap, soft_gap = self.running
         begun = float(self._decodes[place] - self._decodes[self.first])
-        written = min(self.written, begun * self.departures.typical) if begun else 0.0
+        written = self.written if begun else 0.0
+        if self.departures.life < math.inf:  # those that have ended are not read any more
+            written = min(written, begun * self.departures.life / self.departures.step)
         return Beside(
             decodes + int(begun),
             context + written + float(self._context[place] - self._context[self.first]),
@@ -211,9 +222,7 @@ class _Walk:
         """These prompts have no place even when all requests that decode now have ended. None waits for them."""
         self.is_full = True
         self.stays[begin:end] = 0.0
-        for sums in (self._decodes, self._context):
-            sums[end:] -= sums[end] - sums[begin]
-            sums[begin:end] = sums[begin]
+        self._sum_up()
 
     def _note_ends(self, begin: int, end: int, clocks: Array, step: float) -> None:
         """First tokens come at the end of a step, whatever else that carries. A step will be cut short for one that
@@ -247,6 +256,8 @@ class _Walk:
         self.visits += 1
         beside = self._beside(last)
         pace = self.allowance.pace(self.cost, beside, reach)
+        if self.departures.life < math.inf:  # what is expected, not what is promised
+            pace = max(pace, self.allowance.squeezed_pace(self.cost, beside, reach))
         if not beside.decodes:
             return pace or 1.0  # waiting would not make it any better, and an engine that serves nothing learns nothing
         if pace <= 0 or (self.rows.decodes[last] and not self._may_decode(beside, last)):
@@ -261,6 +272,7 @@ class _Walk:
     def _wait_for_place(self, begin: int, end: int, reach: float) -> float | None:
         """The pace once enough of the requests that decode now have ended; None where there is none even then."""
         self.lacks_place = True
+        self.waited[begin:] = True
         pace, count = None, max(1, int(self.stays[begin:end].sum()))
         while pace is None and self._let_end(count, begin):
             pace = self._pace(reach, end - 1)
@@ -270,7 +282,7 @@ class _Walk:
     def _let_end(self, count: int = 0, place: int = 0) -> bool:
         """Takes out the requests that have ended by now, or waits until `count` more have; False where none is left."""
         moved = self._let_running_end(count, place)
-        life = self.departures.typical * self.departures.step
+        life = self.departures.life
         while self.read and (self.read[0][0] + life <= self.clock or (count and not moved and life < math.inf)):
             when, self.first = self.read.popleft()
             self._pass(max(0.0, when + life - self.clock), self.departures.step, place)
@@ -278,19 +290,16 @@ class _Walk:
         return moved
 
     def _let_running_end(self, count: int, place: int) -> bool:
-        leaving, step, _ = self.departures
-        total = len(leaving.steps)
-        if self.ended == total or step == math.inf:
+        after, contexts, step, _ = self.departures
+        total = len(after)
+        ended = min(self.ended + count, total)
+        if self.ended == total or (count and after[ended - 1] == math.inf):
             return False
         if count:
-            self.ended = min(self.ended + count, total)
-            when = self.load.start + float(leaving.steps[self.ended - 1]) * step
-            self._pass(max(0.0, when - self.clock), step, place)
-        else:
-            passed = (self.clock - self.load.start) / step
-            self.ended = max(self.ended, int(np.searchsorted(leaving.steps, passed, "right")))
+            self._pass(max(0.0, self.load.start + float(after[ended - 1]) - self.clock), step, place)
+        self.ended = max(ended, int(np.searchsorted(after, self.clock - self.load.start, "right")))
         stay = total - self.ended
-        context = float(leaving.context[self.ended :].sum()) + stay * self.steps
+        context = float(contexts[self.ended :].sum()) + stay * self.steps
         gap, soft_gap = (self.load.gap, self.load.soft_gap) if stay else (math.inf, math.inf)
         self.running = Beside(stay, context, gap, soft_gap)
         return True

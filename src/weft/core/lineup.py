@@ -57,7 +57,7 @@ def line_up(
         waiting = lines[key].requests if key in lines else []
         places = [bisect_left(waiting, requests[index].rank, key=rank_of) for index in indices]
         members[key] = np.insert(members.get(key, np.empty(0, np.int64)), places, indices)
-    order = _served(requests, rows, members, now)
+    order = _served(rows, members, _levels(queue, [*started, *newcomers], now))
     places = np.flatnonzero(order >= len(requests) - len(newcomers)).tolist()
     return Lineup(requests, order, rows.take(order), places)
 
@@ -69,9 +69,18 @@ def _by_line(requests: Sequence[Request], indices: range) -> dict[LineKey, list[
     return lines
 
 
-def _served(requests: Sequence[Request], rows: Rows, members: Mapping[LineKey, Places], now: float) -> Places:
+def _levels(queue: Queue, others: Sequence[Request], now: float) -> Levels:
+    """By the heads of all lines, lower classes included: so it is when they are served."""
+    heads: dict[LineKey, Request] = {}
+    for request in [*queue.heads(), *others]:
+        head = heads.setdefault(line_of(request), request)
+        if request.rank < head.rank:
+            heads[line_of(request)] = request
+    return Levels(list(heads.values()), now)
+
+
+def _served(rows: Rows, members: Mapping[LineKey, Places], levels: Levels) -> Places:
     """One class after the other; within a class, the tenant that was served least goes first."""
-    levels = Levels([requests[indices[0]] for indices in members.values()], now)
     service = {key.account: key.account.service for key in members}
     classes: dict[tuple[bool, int], list[LineKey]] = {}
     for key in sorted(members, key=lambda key: key[:2]):

@@ -46,6 +46,8 @@ class Request:
     slot: int = -1  # -1: none. Kept after the seat is given up while a step in flight still names it.
     known: int = 0  # tokens to compute on (re)admission: the prompt, plus what was sampled before a preemption
     held: bool = False  # queues without the mask of its next token: not to be admitted before `Scheduler.release`
+    number: int = 0  # of those that were added, so many came before it or with it
+    screened_by: float = math.inf  # when its first token was due as it came
     turn: int = 0  # how many prompts of the same user waited when it came
     rank: Rank = ()  # class (two numbers), precedence, then the policy's order; see `Order.rank`
     account: Account | None = None  # its tenant's, once it was added

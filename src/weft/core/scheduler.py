@@ -23,7 +23,7 @@ from weft.core.forecast import GROUPS, Prefill
 from weft.core.lineup import Lineup, line_up
 from weft.core.policies import Policy
 from weft.core.prefix import PrefixCache
-from weft.core.promises import Source
+from weft.core.promises import CONSTRAINED_STEPS, Source
 from weft.core.queue import Queue, Turns, service_of
 from weft.core.request import Rank, Request, State
 from weft.core.slots import Slots
@@ -82,6 +82,7 @@ class Scheduler:
         self._device_free = -math.inf  # when the last plan is predicted to end
         self._is_idle = True  # no step is in flight
         self._fresh: list[Request] = []  # not screened yet, in the order in which they will be
+        self._added = 0  # requests, so far
         self._fresh_tokens = 0
         self.refused: list[Request] = []  # since the owner last looked; it empties the list
         self._draft = Draft()
@@ -125,6 +126,8 @@ class Scheduler:
         elif request.user:
             request.turn = max(0, request.account.waiting[request.batch, request.user] - 1)
         request.rank = self.policy.order.rank(request)
+        self._added += 1
+        request.number, request.screened_by = self._added, request.due
         insort(self._fresh, request, key=_screening_order)
         self._fresh_tokens += request.known
 
@@ -439,9 +442,11 @@ class Scheduler:
         decodes = self._decoding()
         firm = decodes[~self.slots.batch[decodes]]
         found = self._load(firm, load.start)
-        known, planned = self.slots.known[firm], self.slots.planned[firm]
+        slots = self.slots
+        known = slots.known[firm]
+        gap = slots.gap_target[firm] * np.where(slots.constrained[firm], CONSTRAINED_STEPS, 1)  # from token to token
         return found._replace(
-            ends=self._lengths.expect(known - self.slots.prompt[firm], self.slots.limit[firm] - known, planned),
+            ends=self._lengths.expect(known - slots.prompt[firm], slots.limit[firm] - known, gap, slots.planned[firm]),
             crowded=len(firm) < len(decodes),
             free=self._unclaimed(NOBODY) * self.block_size if self.running else math.inf,
             freed=self._turnover.rate,
@@ -608,21 +613,17 @@ class Scheduler:
             for request in screened.refused:
                 self._fresh_tokens -= request.known
                 self._refuse(request, now)
-            for request in screened.left:
-                insort(self._fresh, request, key=_screening_order)
+            self._fresh[:0] = screened.left
         self._refuse_hopeless(load, now)
 
     def _take_fresh(self, request: Request) -> bool:
         """Takes back a newcomer; False where it was screened already."""
-        key = _screening_order(request)
-        for place in range(bisect_left(self._fresh, key, key=_screening_order), len(self._fresh)):
-            if self._fresh[place] is request:
-                del self._fresh[place]
-                self._fresh_tokens -= request.known
-                return True
-            if _screening_order(self._fresh[place]) != key:
-                break
-        return False
+        place = bisect_left(self._fresh, _screening_order(request), key=_screening_order)
+        if place == len(self._fresh) or self._fresh[place] is not request:
+            return False
+        del self._fresh[place]
+        self._fresh_tokens -= request.known
+        return True
 
     def _visits(self, load: StepLoad) -> int:
         """How many queue entries this plan may look at for screening: a small share of the tightest gap target."""
@@ -730,7 +731,8 @@ class Scheduler:
         free = self.pool.num_free
         written = int(self.slots.known[request.slot]) - request.prompt_tokens
         self._unseat(request)
-        self._lengths.ended(written)
+        if written > 0:  # one that was aborted before its first token says nothing
+            self._lengths.ended(written)
         self._turnover.ended((self.pool.num_free - free) * self.block_size)
 
     def _retire_slots(self) -> None:
@@ -829,9 +831,9 @@ def _of_one_class(requests: list[Request]) -> list[Request]:
     return list(takewhile(lambda request: _class(request) == own, requests))
 
 
-def _screening_order(request: Request) -> tuple[Rank, float]:
+def _screening_order(request: Request) -> tuple[Rank, float, int]:
     """Class, then when the first token is due; of two that are alike, the one that came first."""
-    return _class(request), request.due
+    return _class(request), request.screened_by, request.number
 
 
 def _class(request: Request) -> Rank:

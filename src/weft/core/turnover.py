@@ -50,13 +50,13 @@ class Turnover:
 class Leaving(NamedTuple):
     """When requests that decode end."""
 
-    steps: NDArray[np.float64]  # from now, ascending
+    after: NDArray[np.float64]  # seconds or steps from now, ascending
     context: NDArray[np.float64]  # tokens that each of them reads now, in the same order
 
 
 class Ends(NamedTuple):
-    latest: Leaving  # if each writes as much as it may
-    expected: Leaving  # if each writes as much as requests usually do
+    latest: Leaving  # in seconds, if each writes as much as it may at its promised gap; infinite without a promise
+    expected: Leaving  # in steps, if each writes as much as requests usually do
     typical: float  # steps that a request decodes, usually
 
 
@@ -76,8 +76,15 @@ class Lengths:
         self._recent.append(tokens)
         self._sorted = None
 
-    def expect(self, written: NDArray[np.int64], left: NDArray[np.int64], context: NDArray[np.int64]) -> Ends:
-        """Of requests that have written so many tokens, may write so many more, and read so many."""
+    def expect(
+        self,
+        written: NDArray[np.int64],
+        left: NDArray[np.int64],
+        gap: NDArray[np.float64],
+        context: NDArray[np.int64],
+    ) -> Ends:
+        """Of requests that have written so many tokens, may write so many more with so many seconds between them at
+        most, and read so many."""
         if self._sorted is None:
             self._sorted = np.sort(np.array(self._recent or [USUAL]))
         middle = self._rest(written, left, np.full(len(left), 0.5))
@@ -85,7 +92,7 @@ class Lengths:
         place = np.argsort(np.argsort(middle, kind="stable"), kind="stable")
         rest = self._rest(written, left, (place + 0.5) / max(1, len(left)))
         typical = max(1.0, float(self._sorted.mean()))
-        return Ends(_in_order(left, context), _in_order(rest, context), typical)
+        return Ends(_in_order(left * gap, context), _in_order(rest, context), typical)
 
     def _rest(
         self, written: NDArray[np.int64], left: NDArray[np.int64], share: NDArray[np.float64]
@@ -99,6 +106,6 @@ class Lengths:
         return np.minimum(np.where(longer < len(known), found, max(1, int(known.mean()))), left)
 
 
-def _in_order(steps: NDArray[np.int64], context: NDArray[np.int64]) -> Leaving:
-    order = np.argsort(steps, kind="stable")
-    return Leaving(steps[order].astype(np.float64), context[order].astype(np.float64))
+def _in_order(after: NDArray[np.int64] | NDArray[np.float64], context: NDArray[np.int64]) -> Leaving:
+    order = np.argsort(after, kind="stable")
+    return Leaving(after[order].astype(np.float64), context[order].astype(np.float64))

@@ -49,6 +49,7 @@ NOISY = 0.15  # median error or spread above which the machine did something els
 FOLDS = 4  # each shape is held out once, with a quarter of the others
 LADDER_CONTEXT = 256  # tokens behind the decodes of a growing batch
 LADDER_SLICE = 16  # tokens of a slice behind a growing context
+FEWEST = 8  # rehearsed steps of a kind, without which all kinds count for it
 REHEARSAL = 1.0  # of the measuring time, added to it: steps as in service
 PAUSES = 5  # steps after an idle time, and as many without one
 PAUSE = 0.1  # seconds
@@ -516,7 +517,7 @@ class _Survey:
         for shape, seconds in served:
             ratios[_Kind.of(shape)].append(seconds / alone.predict(shape))
         usual = [ratio for found in ratios.values() for ratio in found] or [1.0]
-        longer = {kind: float(np.median(found or usual)) for kind, found in ratios.items()}
+        longer = {kind: float(np.median(found if len(found) >= FEWEST else usual)) for kind, found in ratios.items()}
         factors = [longer[_Kind.of(shape)] for shape in shapes]
         chosen = [served[i] for i in self._random.permutation(len(served))[: len(shapes)].tolist()]
         shapes += [step.shape for step in chosen]

@@ -4,6 +4,7 @@ A mask is computed on a background thread as soon as the token before it is know
 is not ready sits out a step, so no other stream waits for it.
 """
 
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.engine.stream import Stream
-from weft.engine.structured import Grammar, Mask
+from weft.engine.structured import Grammar, Mask, NoMatcherError
 
 THREADS = 4  # so that a mask that takes long does not hold up those of other streams
 
@@ -76,7 +77,11 @@ class MaskBuilder:
         return done
 
     def take(self, streams: Sequence[Stream]) -> NDArray[np.int32]:
-        """The masks of these streams, which are ready, one row each."""
+        """The masks of these streams, which are ready, one row each. Streams that begin get their matchers while the
+        step runs."""
+        for stream in streams:
+            if not stream.output and stream.grammar is not None:
+                self._pool.submit(stream.grammar.prepare)
         return np.stack([self._ready.pop(stream) for stream in streams])
 
     def _begin(self, stream: Stream, token: int | None) -> None:
@@ -90,7 +95,12 @@ class MaskBuilder:
 
 def _build(grammar: Grammar, token: int | None, banned: Sequence[int]) -> Mask:
     """The mask behind a token. `banned` tokens are left out while the grammar allows anything else."""
-    mask = grammar.mask(token)
+    try:
+        mask = grammar.mask(token)
+    except NoMatcherError:  # this stream ends, and no other
+        traceback.print_exc()
+        words = -(-grammar.form.tokenizer.vocab_size // 32)
+        return _pack(grammar.form.tokenizer.eos_tokens, words)
     if banned:
         others = mask & ~_pack(banned, len(mask))
         return others if others.any() else mask

@@ -86,6 +86,10 @@ def grammar_text(structure: StructuredOutputs) -> str:
         raise _refusal(structure.kind, str(error)) from None
 
 
+class NoMatcherError(Exception):
+    """A stream cannot go on; others can."""
+
+
 class Form:
     """A form in llguidance's notation, for a model's tokens. Requests share it."""
 
@@ -95,7 +99,10 @@ class Form:
         self._first: Mask | None = None
 
     def matcher(self) -> "LLMatcher":
-        return _with_room(lambda: _matcher(self.text, self.tokenizer))
+        try:
+            return _with_room(lambda: _matcher(self.text, self.tokenizer))
+        except (RuntimeError, MemoryError) as error:  # no thread, or no memory
+            raise NoMatcherError(f"no matcher could be made: {error}") from error
 
     def first_mask(self) -> Mask:
         """Of the first token: the same for all requests, so that those that wait need no matcher."""
@@ -109,23 +116,30 @@ class Grammar:
     """A form and how far one request has come in it. (Copies of a matcher would share what its lexer has learnt, and
     the limit on that: one request's fate would depend on another's.)
 
-    Its matcher is made behind the first token. One of a large schema takes 30 ms and 0.4 MB: a request that waits has
-    none.
+    Its matcher is made while the first token is computed. One of a large schema takes 30 ms and 0.4 MB: a request that
+    waits has none.
     """
 
     def __init__(self, form: Form) -> None:
         self.form = form
+        self._lock = threading.Lock()
         self._matcher: LLMatcher | None = None
+
+    def prepare(self) -> "LLMatcher":
+        """Makes the matcher, where there is none yet."""
+        with self._lock:
+            if self._matcher is None:
+                self._matcher = self.form.matcher()
+            return self._matcher
 
     def mask(self, token: int | None) -> Mask:
         """The tokens that are allowed behind this one, the last of the output; None: behind none."""
         if token is None:
             return self.form.first_mask()
-        if self._matcher is None:
-            self._matcher = self.form.matcher()
         # A matcher that fails, because its grammar has become too complex, allows the end of text from here on.
-        self._matcher.consume_token(token)
-        return _mask(self._matcher, self.form.tokenizer.vocab_size)
+        matcher = self.prepare()
+        matcher.consume_token(token)
+        return _mask(matcher, self.form.tokenizer.vocab_size)
 
 
 class Grammars:

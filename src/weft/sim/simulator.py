@@ -96,7 +96,8 @@ class _Game:
         self.owner = np.zeros(scheduler.slots.size, np.int64)  # of a slot: the request's number
         self.last_token = np.zeros(count)
         self.stops = any(arrival.max_tokens for arrival in trace.arrivals)  # some end before they must
-        self.left = np.array([arrival.output_tokens for arrival in trace.arrivals])  # tokens to write
+        # Tokens to write, whatever is allowed.
+        self.left = np.array([min(a.output_tokens, a.max_tokens or a.output_tokens) for a in trace.arrivals])
         self.gap_owners: list[NDArray[np.int64]] = []
         self.gaps: list[NDArray[np.float64]] = []
         self.steps = self.prefill_tokens = self.cached_tokens = self.preemptions = 0
