@@ -74,7 +74,7 @@ class ToyForm(Form):
         super().__init__("", cast(Any, SimpleNamespace(vocab_size=VOCAB, eos_tokens=[EOS])))
         self._only = matcher
 
-    def matcher(self) -> Any:
+    def _make(self) -> Any:
         return self._only
 
 

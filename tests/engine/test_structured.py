@@ -497,6 +497,8 @@ def test_a_request_that_waits_has_no_matcher(tmp_path: Path, monkeypatch: pytest
     assert {grammar.mask(None).tobytes() for grammar in many} == {many[0].mask(None).tobytes()}
     assert len(made) == 1
     assert many[0].mask(1).tobytes() != many[0].mask(None).tobytes()
+    assert len(made) == 1, "the first takes the one that the mask was made with"
+    many[1].mask(1)
     assert len(made) == 2
 
 

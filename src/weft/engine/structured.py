@@ -97,8 +97,14 @@ class Form:
         self.text, self.tokenizer = text, tokenizer
         self._lock = threading.Lock()
         self._first: Mask | None = None
+        self._spare: LLMatcher | None = None  # that the first mask was made with; the first request takes it
 
     def matcher(self) -> "LLMatcher":
+        with self._lock:
+            spare, self._spare = self._spare, None
+        return spare or self._make()
+
+    def _make(self) -> "LLMatcher":
         try:
             return _with_room(lambda: _matcher(self.text, self.tokenizer))
         except (RuntimeError, MemoryError) as error:  # no thread, or no memory
@@ -108,7 +114,8 @@ class Form:
         """Of the first token: the same for all requests, so that those that wait need no matcher."""
         with self._lock:
             if self._first is None:
-                self._first = _mask(self.matcher(), self.tokenizer.vocab_size)
+                self._spare = self._make()
+                self._first = _mask(self._spare, self.tokenizer.vocab_size)
             return self._first
 
 
