@@ -157,11 +157,11 @@ class UpToTheGap:
     def step(self, cost: CostModel, beside: Beside, reach: float) -> float:
         if not beside.has_target:
             return IDLE_STEP
-        # Tokens are handed out one after the other: the last of this step may come so much later than the first of one.
-        delivery = cost.host.delivery(beside.decodes)
-        seconds = max(beside.gap - delivery, beside.gap / 2) / cost.margin
+        # Tokens are handed out one after the other, so a gap can be longer than the step.
+        jitter = cost.host.delivery_jitter(beside.decodes)
+        seconds = max(beside.gap - jitter, beside.gap / 2) / cost.margin
         if beside.soft_gap < beside.gap:
-            soft = max(beside.soft_gap - delivery, beside.soft_gap / 2) / cost.margin
+            soft = max(beside.soft_gap - jitter, beside.soft_gap / 2) / cost.margin
             seconds = min(seconds, max(soft, self._yielding_step(cost, beside)))
         return seconds
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields
 # scheduled. On two cores of an EPYC: 40% for about 50 ms, after 20 ms or more without a step.
 IDLE = 0.02  # seconds
 WAKING = 0.05  # seconds
+# Tokens of a step are handed out in the order of its rows, which is nearly the same from step to step. A token comes late
+# by as many places as its row has moved. On an H200 with 256 streams, room for 160 places kept p99.9 below the target.
+MOVED_ROWS = 160
 
 
 @dataclass(frozen=True)
@@ -39,3 +42,7 @@ class HostCost:
     def delivery(self, rows: int) -> float:
         """Until the last of a step's tokens is with its client, after the commit."""
         return self.token * rows
+
+    def delivery_jitter(self, rows: int) -> float:
+        """By how much a token may come later within its step than the stream's token before came within its own."""
+        return self.token * min(rows, MOVED_ROWS)
