@@ -195,3 +195,19 @@ def test_the_first_decodes_of_a_step_may_cost_more_than_those_that_follow_and_th
     found = fit(shapes, [truth.predict(shape) for shape in shapes])
     assert found.few == pytest.approx(2e-5, rel=0.01)
     assert found.decode == pytest.approx(MODEL.decode, rel=0.01)
+
+
+def test_steps_with_prefill_take_the_factor_of_their_size() -> None:
+    uneven = replace(MODEL, grain=128, sizes=(1.1, 0.9))
+    even = replace(uneven, sizes=())
+    for tokens, factor in ((1, 1.1), (128, 1.1), (129, 0.9), (256, 0.9), (5000, 0.9)):
+        shape = with_slice(StepShape(), 0, tokens)
+        assert uneven.predict(shape) == pytest.approx(factor * even.predict(shape))
+        assert uneven.size_factor(shape) == factor
+    assert uneven.predict(DECODES) == even.predict(DECODES)
+    limit = uneven.predict(with_slice(StepShape(), 0, 256))
+    assert uneven.best_slice(StepShape(), 0, 500, limit) == 256
+    assert even.best_slice(StepShape(), 0, 500, limit) == 128
+    assert Coefficients(*MODEL.vector, sizes=[1.0, 1.1]).sizes == (1.0, 1.1)  # type: ignore[arg-type]  # as JSON has it
+    with pytest.raises(ValueError, match="sizes"):
+        replace(MODEL, sizes=(1.0, 0.0))

@@ -30,7 +30,7 @@ class VirtualExecutor:
 
     def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Pending:
         started = max(self.now, self._free)
-        self._free = started + self._seconds(plan.shape)
+        self._free = started + self._seconds(plan.shape, started - self._free)
         return self.Pending(self, StepResult([1] * int(plan.samples.sum()), started, self._free))
 
     def close(self) -> None:

@@ -377,7 +377,12 @@ def _about(arguments: argparse.Namespace, play: Play, shape: str | None) -> dict
         "left_out_too_long": play.left_out,
         "targets_ms": dict(zip(("gap", "ttft", "ttft_per_1k"), map(_finite, targets.values()), strict=True)),
         "profile": {**asdict(play.profile), "fidelity": []},
-        "truth": {"bias": truth.bias, "noise": truth.noise, "seed": truth.seed},
+        "truth": {
+            "bias": truth.bias,
+            "noise": truth.noise,
+            "seed": truth.seed,
+            "residuals": None if truth.residuals is None else asdict(truth.residuals),
+        },
     }
 
 
@@ -455,7 +460,16 @@ def _show(result: dict[str, Any]) -> None:
     print(f"{heading(result)}, {result['how']}: {result['requests']} requests in {result['seconds']:.0f} s")
     print(f"profile: {result['profile']['origin']}")
     truth = result["truth"]
-    print(f"simulated with steps {truth['bias']:+.1%} and noise of {truth['noise']:.1%}, as the calibration found them")
+    found = truth.get("residuals")
+    if found is None:
+        told = f"steps {truth['bias']:+.1%} and noise of {truth['noise']:.1%}"
+    else:
+        told = (
+            f"steps {math.expm1(found['decode']):+.1%} (decodes) and {math.expm1(found['prefill']):+.1%} (with "
+            f"prefill), {math.expm1(found['hot']):+.1%} after much prefill, and noise of {found['decode_noise']:.1%} "
+            f"and {found['prefill_noise']:.1%}"
+        )
+    print(f"simulated with {told}, as the calibration found them")
     for one in result["policies"]:
         head = (one["policy"], "served", "simulated", "error", "between served runs")
         rows = [head, *(cells(line) for line in [*one["lines"], *one["inside"]])]

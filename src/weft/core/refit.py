@@ -95,6 +95,7 @@ class Refit:
         """Takes one served step in. Coefficients come back at the moment when they take force."""
         if not 0 < seconds < math.inf:
             return None
+        seconds /= self.in_force.size_factor(shape)  # sizes keep their factors
         (self._prefill if shape.slices else self._decode).add(self.in_force.padded(shape), seconds)
         self._steps += 1
         if self._steps < self._due:
@@ -141,7 +142,7 @@ class Refit:
 
     def _put_in_force(self, vector: Array, window: Window) -> None:
         self._vector = vector
-        self.in_force = type(self.in_force)(*vector.tolist(), grain=self.in_force.grain, wave=self.in_force.wave)
+        self.in_force = self.in_force.with_vector(vector.tolist())
         self.mean, self.variance = _moments(_log_errors(vector, window), window.seen)
 
     def _learn(self, window: Window) -> None:

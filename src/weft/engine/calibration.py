@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,13 +31,14 @@ from weft.core.cost import fit, slice_pairs, slice_reach
 from weft.core.host import WAKING
 from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, StepResult
 from weft.engine.params import SamplingParams
-from weft.engine.rehearsal import Step, rehearse
+from weft.engine.rehearsal import rehearse
+from weft.engine.residuals import Residuals, RunStep, fit_residuals, fit_sizes
 from weft.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 9  # of the file; another one is measured anew
+FORMAT = 10  # of the file; another one is measured anew
 STEP_SHARE = 0.1  # of the measuring time: no step is meant to take more,
 MIX_SHARE = 0.02  # and no mixture: a slow device is to be measured with many of them all the same
 CLIMB_SHARES = (0.18, 0.3, 0.36, 0.45)  # of the measuring time: when each of the ladders must be done
@@ -51,8 +52,10 @@ LADDER_CONTEXT = 256  # tokens behind the decodes of a growing batch
 LADDER_SLICE = 16  # tokens of a slice behind a growing context
 FEWEST = 8  # rehearsed steps of a kind, without which all kinds count for it
 REHEARSAL = 1.0  # of the measuring time, added to it: steps as in service
+FULL_REHEARSAL = 1.6  # the same where very full steps are rehearsed too
 PAUSES = 5  # steps after an idle time, and as many without one
 PAUSE = 0.1  # seconds
+NO_COST = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 HEATING = 0.03  # seconds that a step between two measured ones may take, where the device is kept busy
 
 
@@ -71,6 +74,7 @@ class Calibration:
     submit: float = 0.0  # seconds that the host takes to submit a step of decodes
     submit_prefill: float = 0.0  # and one with prefill slices
     wake: float = 0.0  # by which share steps take longer after an idle time; see HostCost
+    residuals: Residuals | None = None  # how steps in service differ from the coefficients; None: not measured
 
     @property
     def is_noisy(self) -> bool:
@@ -151,10 +155,13 @@ def calibrate(
         vocab_size=vocab_size,
         wave=wave,
         speed=survey.prefill_speed(),
-        seconds=REHEARSAL * seconds,
+        seconds=(FULL_REHEARSAL if ahead else REHEARSAL) * seconds,
         with_lone=not ahead,  # a GPU that is hardly used runs faster than one at its power limit
+        with_full=ahead,
     )
-    return survey.conclude(device, served, wake)
+    found = survey.conclude(device, served, wake)
+    # On a CPU, whose other work disturbs steps more than their size, there is nothing to be seen of this.
+    return replace(found, residuals=fit_residuals(found.coefficients, served)) if ahead else found
 
 
 def calibration_file(
@@ -212,7 +219,9 @@ def load_calibration(file: Path) -> Calibration | None:
         data = json.loads(file.read_text(encoding="utf-8"))
         if data.pop("format") != FORMAT:
             return None
-        found = Calibration(**{**data, "coefficients": Coefficients(**data["coefficients"])})
+        coefficients = Coefficients(**data["coefficients"])
+        residuals = None if data["residuals"] is None else Residuals(**data["residuals"])
+        found = Calibration(**{**data, "coefficients": coefficients, "residuals": residuals})
         numbers = (found.mean, found.spread, found.error_p50, found.error_p99, found.steps, found.largest)
         good = all(math.isfinite(number) for number in numbers) and found.spread >= 0 and isinstance(found.device, str)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -454,6 +463,7 @@ class _Survey:
         self.progress = progress
         self.found: dict[_Mix, list[float]] = {}
         self.median: dict[_Mix, float] = {}
+        self._sizes: tuple[float, ...] = ()  # factors of steps by their tokens, known at the end
         self._random = np.random.default_rng(1)
         rig.warm_up()
         self._started = rig.now
@@ -507,14 +517,14 @@ class _Survey:
             paused.append(self.rig.alone(mix))
         return max(0.0, float(np.median(paused)) / max(float(np.median(busy)), 1e-9) - 1)
 
-    def conclude(self, device: str, served: Sequence[Step], wake: float) -> Calibration:
+    def conclude(self, device: str, served: Sequence[RunStep], wake: float) -> Calibration:
         """Of `served` steps, as many count as there are different mixes. They also tell how much longer than in the
         survey steps take in service, lone slices, lone decodes and fuller steps each; what was measured in the survey
         is taken for so much longer."""
         shapes = [mix.shape(self.wave) for mix in self.found]
         alone = self._fit(shapes, list(self.median.values()))
         ratios: dict[_Kind, list[float]] = {kind: [] for kind in _Kind}
-        for shape, seconds in served:
+        for shape, seconds, _ in served:
             ratios[_Kind.of(shape)].append(seconds / alone.predict(shape))
         usual = [ratio for found in ratios.values() for ratio in found] or [1.0]
         longer = {kind: float(np.median(found if len(found) >= FEWEST else usual)) for kind, found in ratios.items()}
@@ -525,6 +535,8 @@ class _Survey:
         medians += [step.seconds for step in chosen]
         measured = [[factor * one for one in found] for factor, found in zip(factors, self.found.values(), strict=True)]
         measured += [[step.seconds] for step in chosen]
+        # Only a GPU has waves, and sizes that do not lie on a line.
+        self._sizes = fit_sizes(self._fit(shapes, medians), served) if self.wave else ()
         errors = self._held_out_errors(shapes, medians, measured)
         mean, spread = _without_hiccups(errors)
         relative = np.abs(np.expm1(errors))
@@ -543,7 +555,9 @@ class _Survey:
         )
 
     def _fit(self, shapes: list[StepShape], medians: list[float]) -> Coefficients:
-        return fit(shapes, medians, self.grain, self.wave)
+        factors = replace(NO_COST, grain=self.grain, sizes=self._sizes)
+        plain = [seconds / factors.size_factor(shape) for shape, seconds in zip(shapes, medians, strict=True)]
+        return replace(fit(shapes, plain, self.grain, self.wave), sizes=self._sizes)
 
     def _held_out_errors(
         self, shapes: list[StepShape], medians: list[float], measured: list[list[float]]

@@ -28,4 +28,5 @@ def profile_of(engine: Engine, calibration: Calibration, max_num_batched_tokens:
         "host": asdict(host),
         "mean": calibration.mean,
         "spread": calibration.spread,
+        "residuals": None if calibration.residuals is None else asdict(calibration.residuals),
     }

@@ -5,15 +5,17 @@ planned meanwhile, on the same cores (15 to 25% longer on two of them); but a lo
 they read is in the processor's caches (up to 20% shorter). A GPU reaches its power limit.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
-from weft.core import Scheduler, StepRecord, StepShape, chunked
+from weft.core import Scheduler, StepRecord, chunked
 from weft.engine.executor import Executor
 from weft.engine.hashing import root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
+from weft.engine.residuals import RunStep
 from weft.engine.stream import Stream
 
 PROMPT_SPREAD = 1.0  # standard deviation of the logarithm of a prompt's tokens
@@ -40,11 +42,9 @@ ACTS = (
     Act(96, 512, 200),
     Act(160, 768, 120),
 )
-
-
-class Step(NamedTuple):
-    shape: StepShape
-    seconds: float
+FULL = tuple(  # steps of more tokens, as `chunked` makes them, of several sizes
+    Act(streams, tokens, 600) for streams, tokens in ((16, 2048), (32, 1152), (48, 1664), (64, 1408), (96, 1920))
+)
 
 
 def rehearse(
@@ -60,12 +60,14 @@ def rehearse(
     speed: float,
     seconds: float,
     with_lone: bool,
-) -> list[Step]:
+    with_full: bool,
+) -> list[RunStep]:
     """Steps of about `seconds` of service. The executor must be idle, and is afterwards. `speed` says about how many
-    tokens of prompts it reads in a second, `with_lone` whether a lone stream is rehearsed too."""
+    tokens of prompts it reads in a second; `with_lone` says whether a lone stream is rehearsed too, and `with_full`
+    whether steps of very many tokens are."""
     random = np.random.default_rng(2)
-    found: list[Step] = []
-    acts = [LONE, *ACTS] if with_lone else list(ACTS)
+    found: list[RunStep] = []
+    acts = [*([LONE] if with_lone else []), *ACTS, *(FULL if with_full else ())]
     tokens = speed * STARTING * seconds / len(acts) / np.exp(PROMPT_SPREAD**2 / 2)  # of all first prompts
     acts = [act._replace(prompt=min(act.prompt, int(tokens / act.streams))) for act in acts]
     acts = [act for act in acts if act.streams <= max_num_seqs and act.prompt >= SHORTEST]
@@ -90,7 +92,10 @@ def rehearse(
         for stream in list(loop.streams.values()):
             loop.abort(stream)
         loop.drain()
-        found += [Step(record.shape, record.finished - record.started) for record in records[FIRST:]]
+        before = -math.inf
+        for record in records[FIRST:]:
+            found.append(RunStep(record.shape, record.finished - record.started, max(0.0, record.started - before)))
+            before = record.finished
     return found
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import StepShape, Targets
+from weft.engine.residuals import Heat
 from weft.sim.compare import Report, run_policy
 from weft.sim.profiles import Profile
 from weft.sim.simulator import Played, Truth
@@ -51,8 +52,11 @@ class Line(NamedTuple):
 def truth_of(profile: Profile) -> Truth:
     """How long steps take, by the calibration alone: its coefficients, and the error that it found on held-out steps.
 
-    The error's mean is a bias of all steps, its spread is noise that is drawn anew for each step.
+    The error's mean is a bias of all steps, its spread is noise that is drawn anew for each step. Where the rehearsal
+    has found how steps differ from the coefficients by size and heat, that takes the place of both.
     """
+    if profile.residuals is not None:
+        return Truth(profile.coefficients, seed=SEED, residuals=profile.residuals)
     noise = min(profile.spread or 0.0, NOISE_LIMIT)
     return Truth(profile.coefficients, bias=math.expm1(profile.mean), noise=noise, seed=SEED)
 
@@ -114,14 +118,19 @@ def step_errors(served: Sequence[Served], profile: Profile) -> dict[str, dict[st
     """Measured over predicted - 1 of the steps that were served, with prefill and without: what of the error is the
     profile's own. Predicted is what the simulator makes a step take on average.
     """
-    factor = math.exp(profile.mean)
+    exact = replace(truth_of(profile), noise=0.0)
+    ratios: dict[str, list[float]] = {"prefill": [], "decode": []}
+    for one in served:
+        heat = Heat(profile.coefficients)
+        for shape, seconds in one.steps:
+            kind = "prefill" if shape.slices else "decode"
+            ratios[kind].append(seconds / exact.expected(shape, heat.share) - 1)
+            heat.run(shape, seconds)
     found: dict[str, dict[str, float]] = {}
-    for kind, with_prefill in (("prefill", True), ("decode", False)):
-        steps = [step for one in served for step in one.steps if (step[0].slices > 0) == with_prefill]
-        ratios = [seconds / (factor * profile.coefficients.predict(shape)) - 1 for shape, seconds in steps]
-        if ratios:
-            places = np.percentile(ratios, [10, 50, 90]).tolist()
-            found[kind] = {"steps": len(ratios), **dict(zip(("p10", "p50", "p90"), places, strict=True))}
+    for kind, errors in ratios.items():
+        if errors:
+            places = np.percentile(errors, [10, 50, 90]).tolist()
+            found[kind] = {"steps": len(errors), **dict(zip(("p10", "p50", "p90"), places, strict=True))}
     return found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core import Coefficients, CostModel, HostCost
+from weft.engine.residuals import Residuals
 from weft.errors import OptionError
 
 FOLDER = Path(__file__).parent / "profiles"
@@ -29,6 +30,7 @@ class Profile:
     # its standard deviation without hiccups. None: the profile does not say.
     mean: float = 0.0
     spread: float | None = None
+    residuals: Residuals | None = None  # how steps in service differ from the coefficients; None: not measured
     fidelity: tuple[dict[str, Any], ...] = ()  # what `weft bench fidelity` found, the oldest first
 
     def cost_model(self) -> CostModel:
@@ -63,8 +65,10 @@ def read_profile(name: str, data: dict[str, Any]) -> Profile:
     """A profile from its JSON. What is wrong with it raises ValueError, TypeError or KeyError."""
     coefficients = Coefficients(**data["coefficients"])
     host = HostCost(**data.get("host", {}))
+    residuals = None if data.get("residuals") is None else Residuals(**data["residuals"])
     fidelity = tuple(data.get("fidelity", ()))
     for one in fidelity:
         if missing := FIDELITY - one.keys():
             raise KeyError(f"fidelity without {', '.join(sorted(missing))}")
-    return Profile(**{**data, "name": name, "coefficients": coefficients, "host": host, "fidelity": fidelity})
+    parts = {"coefficients": coefficients, "host": host, "residuals": residuals, "fidelity": fidelity}
+    return Profile(**{**data, "name": name, **parts})

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from weft.core import HostCost, Outcome, Promise, Request, Scheduler, StepPlan, StepShape, Targets
 from weft.core.cost import Coefficients
 from weft.core.host import IDLE, WAKING
+from weft.engine.residuals import Heat, Residuals
 from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
 
 
@@ -27,14 +28,29 @@ class Truth:
     bias: float = 0.0  # 0.1: everything takes a tenth longer than the scheduler's model says
     noise: float = 0.0  # standard deviation of a factor around one
     seed: int = 0
+    residuals: Residuals | None = None  # how the device differs from the coefficients, noise included; see there
 
-    def clock(self) -> Callable[[StepShape], float]:
+    def expected(self, shape: StepShape, heat: float) -> float:
+        """Seconds of a step, but for noise."""
+        seconds = self.coefficients.predict(shape) * (1 + self.bias)
+        if self.residuals is None:
+            return seconds
+        return seconds * math.exp(self.residuals.expected(shape, heat))
+
+    def clock(self) -> Callable[[StepShape, float], float]:
+        """Seconds of a step, for its shape and the seconds before it in which the device was idle."""
         rng = random.Random(self.seed)
-        factor = 1 + self.bias
+        heat = Heat(self.coefficients)
 
-        def seconds(shape: StepShape) -> float:
-            noise = max(0.5, rng.gauss(1.0, self.noise)) if self.noise else 1.0
-            return self.coefficients.predict(shape) * factor * noise
+        def seconds(shape: StepShape, idle: float) -> float:
+            noise = self.noise if self.residuals is None else self.residuals.noise(shape)
+            factor = max(0.5, rng.gauss(1.0, noise)) if noise else 1.0
+            if self.residuals is None:
+                return self.expected(shape, 0.0) * factor
+            heat.rest(idle)
+            taken = self.expected(shape, heat.share) * factor
+            heat.run(shape, taken)
+            return taken
 
         return seconds
 
@@ -111,10 +127,11 @@ class _Game:
                 self.owner[request.slot] = self.number[request]
             self.now += self.host.before(len(plan.slots), plan.shape.slices > 0)
             started = max(self.now, self.device_free)
-            if started - self.device_free > IDLE:
+            idle = started - self.device_free
+            if idle > IDLE:
                 self.awake = started + WAKING
             slow = 1 + self.host.wake if started < self.awake else 1.0
-            self.device_free = started + slow * self.seconds(plan.shape)
+            self.device_free = started + slow * self.seconds(plan.shape, idle)
             self.in_flight.append((plan, started, self.device_free))
         for request in self.scheduler.refused:
             self.refused[self.number[request]] = True

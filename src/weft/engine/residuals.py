@@ -1,0 +1,145 @@
+"""Residuals: how steps in service differ from what the cost model's coefficients say, measured by the rehearsal.
+
+Two effects are larger than the noise on a GPU. Matrix products do not grow evenly with the tokens of a step; that
+becomes part of the coefficients (`sizes`). And a GPU that has read prompts for some tens of milliseconds reaches its
+power limit and lowers its clock: on an H200 the same step of 1,100 tokens takes 28 ms after decodes and 31 to 33 ms
+after other prefills. The simulator makes steps take that long; the scheduler does not know it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core import Coefficients, StepShape
+
+HEATING = 0.03  # seconds in which the clock follows the load by two thirds, found on an H200
+PRIOR = 4.0  # steps: a size that was measured less often counts as mostly like the others
+LITTLE = 1e-3  # the same for heat: keeps the fit regular where no step is hot
+FEWEST = 64  # steps of either kind that a fit needs
+ROUNDS = 10
+HUBER = 1.345  # spreads from where on an error counts in proportion to its size
+
+
+class Heat:
+    """The share of arithmetic-bound prefill work in the device's recent time: 0 (decodes only) to 1."""
+
+    def __init__(self, coefficients: Coefficients) -> None:
+        self.share = 0.0
+        self._coefficients = coefficients
+        self._by_bytes = coefficients.fixed + coefficients.weights  # seconds of a step that heat nothing
+
+    def rest(self, seconds: float) -> None:
+        """The device was idle for so long."""
+        if seconds > 0:
+            self.share *= math.exp(-seconds / HEATING)
+
+    def run(self, shape: StepShape, seconds: float) -> None:
+        """A step of this shape took so long."""
+        work = max(0.0, self._coefficients.predict(shape) - self._by_bytes) if shape.slices else 0.0
+        kept = math.exp(-seconds / HEATING)
+        self.share = kept * self.share + (1 - kept) * min(1.0, work / seconds)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Logarithms of measured over predicted time."""
+
+    decode: float  # of steps without prefill, on a cool device
+    prefill: float  # of steps with prefill, likewise
+    hot: float  # more where the heat is 1
+    decode_noise: float  # standard deviation of what is left, of steps without prefill
+    prefill_noise: float  # and of steps with prefill
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not math.isfinite(value) or (name.endswith("noise") and value < 0):
+                raise ValueError(f"residual {name}={value} must be a finite number, and noise at least 0")
+
+    def expected(self, shape: StepShape, heat: float) -> float:
+        """Log of measured over predicted time of a step, but for noise."""
+        return (self.prefill if shape.slices else self.decode) + self.hot * heat
+
+    def noise(self, shape: StepShape) -> float:
+        return self.prefill_noise if shape.slices else self.decode_noise
+
+
+class RunStep(NamedTuple):
+    """A step as it was served."""
+
+    shape: StepShape
+    seconds: float
+    idle: float = 0.0  # seconds before it in which the device did nothing; infinite for the first
+
+
+def fit_residuals(coefficients: Coefficients, steps: Sequence[RunStep]) -> Residuals | None:
+    """What these steps, in their order, show beside the coefficients; None where there are too few."""
+    slices = _with_slices(steps)
+    if not _are_enough(slices):
+        return None
+    design = np.column_stack([~slices, slices, _heats(coefficients, steps)]).astype(np.float64)
+    solution, left = _robust_fit(design, _errors(coefficients, steps), np.array([0.0, 0.0, LITTLE]))
+    decode, prefill, hot = solution.tolist()
+    return Residuals(decode, prefill, hot, _deviation(left[~slices]), _deviation(left[slices]))
+
+
+def fit_sizes(coefficients: Coefficients, steps: Sequence[RunStep]) -> tuple[float, ...]:
+    """Factors of steps with prefill by their size (see Coefficients.sizes); none where there are too few steps."""
+    slices = _with_slices(steps)
+    if not _are_enough(slices):
+        return ()
+    sizes = np.array([-(-step.shape.tokens // coefficients.grain) - 1 for step in steps])
+    number = 1 + int(sizes[slices].max())
+    # Columns: decodes, prefills, heat, and each size of prefill beside that.
+    design = np.zeros((len(steps), 3 + number))
+    design[~slices, 0] = design[slices, 1] = 1.0
+    design[:, 2] = _heats(coefficients, steps)
+    design[slices, 3 + sizes[slices]] = 1.0
+    prior = np.concatenate([[0.0, 0.0, LITTLE], np.full(number, math.sqrt(PRIOR))])
+    solution, _ = _robust_fit(design, _errors(coefficients, steps), prior)
+    return tuple(np.exp(solution[3:]).tolist())
+
+
+def _with_slices(steps: Sequence[RunStep]) -> NDArray[np.bool_]:
+    return np.array([step.shape.slices > 0 for step in steps], np.bool_)
+
+
+def _are_enough(slices: NDArray[np.bool_]) -> bool:
+    return min(int(slices.sum()), int((~slices).sum())) >= FEWEST
+
+
+def _errors(coefficients: Coefficients, steps: Sequence[RunStep]) -> NDArray[np.float64]:
+    return np.array([math.log(step.seconds / coefficients.predict(step.shape)) for step in steps])
+
+
+def _heats(coefficients: Coefficients, steps: Sequence[RunStep]) -> list[float]:
+    """The heat at the beginning of each step."""
+    heat, found = Heat(coefficients), []
+    for step in steps:
+        heat.rest(step.idle)
+        found.append(heat.share)
+        heat.run(step.shape, step.seconds)
+    return found
+
+
+def _robust_fit(
+    design: NDArray[np.float64], errors: NDArray[np.float64], prior: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Least squares in which outliers count less, and columns with a prior tend to zero; and what it leaves."""
+    weight = np.ones(len(errors))
+    solution = np.zeros(design.shape[1])
+    wanted = np.zeros(len(prior))
+    for _ in range(ROUNDS):
+        rows = np.vstack([design * weight[:, None], np.diag(prior)])
+        solution = np.linalg.lstsq(rows, np.concatenate([errors * weight, wanted]), rcond=None)[0]
+        left = np.abs(errors - design @ solution)
+        weight = np.sqrt(np.minimum(1.0, HUBER * max(_deviation(left), 1e-4) / np.maximum(left, 1e-12)))
+    return solution, errors - design @ solution
+
+
+def _deviation(errors: NDArray[np.float64]) -> float:
+    """Standard deviation as the bulk of the errors has it."""
+    return 1.4826 * float(np.median(np.abs(errors)))
