@@ -3,10 +3,10 @@
     python scripts/mixed_traffic.py [--minutes 10] [--clients 6]
 
 Starts `weft serve` with the small model that ships with weft. Clients send requests of ten kinds, drawn at random:
-chats and completions, streamed and whole, long prompts, schemas, several choices, flex requests, responses, tokenizations,
-wrong requests, and streams whose client leaves. Prints how many requests each status was the answer to, by kind, the
-memory of both processes every minute, and how long the server takes to end after SIGTERM. Fails where a request that is
-right is refused or fails, or where the server does not end by itself.
+chats and completions, streamed and whole, long prompts, schemas, several choices, flex requests, responses,
+tokenizations, wrong requests, and streams whose client leaves. Prints how many requests each status was the answer to,
+by kind, the memory of both processes every minute, and how long the server takes to end after SIGTERM. Fails where a
+request that is right is refused or fails, or where the server does not end by itself.
 """
 
 import argparse
