@@ -37,7 +37,7 @@ from weft.sim.traces import Trace, load_trace
 PROFILE = "h200-llama-3-8b"
 DECISIVE = ("engine/residuals.py", "sim/compare.py", "sim/simulator.py", "sim/traces.py")  # beside all of core/
 PARTS = ("all", "peaks", "capacity")
-UNUSED = ("name", "mean", "spread", "fidelity")  # of a profile: no run depends on them
+UNUSED = ("name", "mean", "spread", "residuals", "fidelity")  # of a profile: no run depends on them
 STALE = 1.0  # seconds between looks at the clock, and at whether the parent is still there
 
 # --- the file ---
