@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from weft.core import BlockUpdates, Coefficients, StepPlan, StepShape
 from weft.core.cost import fit, slice_pairs, slice_reach
 from weft.core.host import WAKING
+from weft.core.residuals import Residuals, RunStep, fit_residuals, fit_sizes
 from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, StepResult
 from weft.engine.params import SamplingParams
 from weft.engine.rehearsal import rehearse
-from weft.engine.residuals import Residuals, RunStep, fit_residuals, fit_sizes
 from weft.errors import EngineError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import StepShape, Targets
-from weft.engine.residuals import Heat
+from weft.core.residuals import Heat
 from weft.sim.compare import Report, run_policy
 from weft.sim.profiles import Profile
 from weft.sim.simulator import Played, Truth

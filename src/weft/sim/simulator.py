@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from weft.core import HostCost, Outcome, Promise, Request, Scheduler, StepPlan, StepShape, Targets
 from weft.core.cost import Coefficients
 from weft.core.host import IDLE, WAKING
-from weft.engine.residuals import Heat, Residuals
+from weft.core.residuals import Heat, Residuals
 from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
 
 

@@ -35,7 +35,7 @@ from weft.sim.sweep_board import TRUTHS, Board, Grid, Run, Score, six_digits, us
 from weft.sim.traces import Trace, load_trace
 
 PROFILE = "h200-llama-3-8b"
-DECISIVE = ("engine/residuals.py", "sim/compare.py", "sim/simulator.py", "sim/traces.py")  # beside all of core/
+DECISIVE = ("compare.py", "simulator.py", "traces.py")  # of sim/, beside all of core/
 PARTS = ("all", "peaks", "capacity")
 UNUSED = ("name", "mean", "spread", "residuals", "fidelity")  # of a profile: no run depends on them
 STALE = 1.0  # seconds between looks at the clock, and at whether the parent is still there
@@ -53,7 +53,7 @@ def header_of(profile: Profile) -> dict[str, Any]:
 def scheduler_hash() -> str:
     """Of the code that decides the outcome of a run: the core, the simulator, and how promises and traces are read."""
     package = Path(__file__).parents[1]
-    files = [*sorted((package / "core").rglob("*.py")), *(package / name for name in DECISIVE)]
+    files = [*sorted((package / "core").rglob("*.py")), *(package / "sim" / name for name in DECISIVE)]
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode() + b"\0" + code_of(file.read_text(encoding="utf-8")).encode() + b"\0")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import Coefficients, StepShape
+from weft.core.cost import Coefficients, StepShape
 
 HEATING = 0.03  # seconds in which the clock follows the load by two thirds, found on an H200
 PRIOR = 4.0  # steps: a size that was measured less often counts as mostly like the others
