@@ -1,0 +1,3 @@
+from tests.serve.conftest import server
+
+__all__ = ["server"]
