@@ -2,7 +2,7 @@
 
 from weft.engine.params import SamplingParams, StructuredOutputs
 from weft.errors import EngineError, ModelError, OptionError, RequestError, WeftError
-from weft.llm import LLM, Completion, Delta, Generation, Metrics
+from weft.llm import LLM, Completion, Delta, Embedding, Generation, Metrics
 
 __version__ = "0.1.0"
 
@@ -10,6 +10,7 @@ __all__ = [
     "LLM",
     "Completion",
     "Delta",
+    "Embedding",
     "EngineError",
     "Generation",
     "Metrics",

@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from weft.engine.build import build_engine
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
 from weft.engine.loop import TokenEvent
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
+from weft.engine.pooling import finished, pooling_of, pooling_params
 from weft.engine.stream import Stream
 from weft.errors import EngineError, ModelError, PromptError, RequestError
 from weft.files import read_json
@@ -84,6 +88,15 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """The vector of one prompt."""
+
+    prompt_token_ids: list[int]
+    vector: NDArray[np.float32]
+    metrics: Metrics | None
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """A piece of a stream. While the prompt is read there is no text, only progress."""
 
@@ -148,6 +161,36 @@ class LLM:
             _generation(prompt if isinstance(prompt, str) else None, group)
             for prompt, group in zip(every, groups, strict=True)
         ]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        progress: bool = True,
+    ) -> list[Embedding]:
+        """The embedding of every prompt (text or token ids), in the order given: the hidden state behind the last token
+        (`pooling="last"`), or the mean of all ("mean"). Without `pooling`, as the model's files say; else the last.
+
+        `dimensions` keeps only the first so many numbers. `normalize` makes vectors of length one.
+        """
+        params = pooling_params(pooling_of(self.path) if pooling is None else pooling)
+        every = _as_batch(prompts)
+        readers: list[_Reader] = []
+        for number, prompt in enumerate(every):
+            try:
+                readers += self._open(prompt, params, Wishes(), "")
+            except RequestError as error:
+                raise PromptError(number, str(error)) from None
+        self._run(readers, progress)
+        found = []
+        for reader in readers:
+            assert reader.embedding is not None, "a request that pools ends with its embedding"
+            vector = finished(reader.embedding, dimensions, normalize)
+            found.append(Embedding(reader.stream.prompt.tolist(), vector, reader.completion.metrics))
+        return found
 
     def chat(
         self,
@@ -289,6 +332,7 @@ class _Reader:
         params = stream.params
         self.stream = stream
         self.completion = Completion(logprobs=None if params.logprobs is None else [])
+        self.embedding: NDArray[np.float32] | None = None
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position; a preemption may bring one twice
         self._text = None
         if tokenizer is not None:
@@ -309,6 +353,8 @@ class _Reader:
         completion = self.completion
         for offset, found in enumerate(event.prompt_logprobs or ()):
             self.prompt_logprobs[event.prompt_first + 1 + offset] = found
+        if event.embedding is not None:
+            self.embedding = event.embedding
         if event.token is None or self.done:
             completion.finish_reason = completion.finish_reason or event.finish_reason
             return

@@ -33,6 +33,7 @@ from weft.engine.graphs import (
     warm_up,
 )
 from weft.engine.logprobs import Described
+from weft.engine.pooling import Pooled, Pooler
 from weft.engine.sampling import Sampler, upload
 from weft.engine.staging import DEPTH, NOBODY, Courier, Desk, Rows, Tokens, pinned
 from weft.kernels import flashinfer
@@ -79,6 +80,7 @@ class CudaExecutor:
         self.model, self.limits, self.device, self.clock = model, limits, device, clock
         config = model.config
         self.sampler = Sampler(limits.slots, config.vocab_size, device)
+        self.pooler = Pooler()
         self._columns = -(-limits.max_model_len // kv.block_size)
         self._tables = torch.zeros((limits.slots, self._columns), dtype=torch.int32, device=device)
         self._blocks = np.zeros((limits.slots, self._columns), np.int32)  # the same, for the host
@@ -147,6 +149,7 @@ class CudaExecutor:
     def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> "CudaPending":
         for setup in inputs.setups:
             self.sampler.setup(setup)
+            self.pooler.setup(setup)
             if self._flashinfer is not None:
                 self._flashinfer.kept.forget(setup.slot)
         stream = torch.cuda.current_stream(self.device)  # asked for once: it takes a while
@@ -162,9 +165,11 @@ class CudaExecutor:
             self._choose(pending, plan, masks, is_drawn=True)
         else:
             self._write_rows(plan, rows, self.limits.max_num_seqs)
-            if any(self.sampler.wants_prompt(slot) for slot in plan.slots[plan.num_decodes :].tolist()):
+            prefills = plan.slots[plan.num_decodes :].tolist()
+            if self.pooler.pools(plan) or any(self.sampler.wants_prompt(slot) for slot in prefills):
                 hidden = self._forward(plan, inputs, all_rows=True)
                 self._describe_prompts(pending, plan, hidden)
+                pending.pooled = self.pooler.take(plan, hidden).sent()
                 hidden = hidden.index_select(0, self._rows.ends[: self._score_rows(len(rows))])
             else:
                 hidden = self._forward(plan, inputs)[: self._score_rows(len(rows))]
@@ -480,6 +485,7 @@ class CudaPending:
         self.asking = np.empty(0, np.int64)  # places in `rows`
         self.described = Described([])  # and what they ask for
         self.prompts: dict[int, Described] = {}
+        self.pooled = Pooled([], [])
         self.ended = _event()
         self._owner, self._started = owner, started
         self._result: StepResult | None = None
@@ -494,6 +500,7 @@ class CudaPending:
                 finished=finished,
                 logprobs=dict(zip(self.rows[self.asking].tolist(), self.described.read(), strict=True)),
                 prompt_logprobs={row: described.read() for row, described in self.prompts.items()},
+                embeddings=self.pooled.read(),
             )
         return self._result
 

@@ -51,6 +51,7 @@ class StepResult:
     finished: float
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row, where asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: for first+1, first+2, ...
+    embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # by row, of prompts that are complete
 
 
 class Lumps(NamedTuple):

@@ -29,6 +29,7 @@ class TokenEvent(NamedTuple):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # for the positions behind `prompt_first`
     prompt_first: int = 0
+    embedding: NDArray[np.float32] | None = None  # of a request that pools
 
 
 class _InFlight(NamedTuple):
@@ -196,7 +197,7 @@ class Loop:
             stream.output.append(token)
         first = len(events)
         pairs = zip(streams, tokens, strict=True)
-        events += [make(TokenEvent, (stream, token, None, None, None, 0)) for stream, token in pairs]
+        events += [make(TokenEvent, (stream, token, None, None, None, 0, None)) for stream, token in pairs]
         for index, reason in self._ends(plan.last[rows], streams, tokens):
             events[first + index] = TokenEvent(streams[index], tokens[index], reason)
             outcome.finished.append((streams[index].request, reason))
@@ -205,6 +206,10 @@ class Loop:
             for index, row in enumerate(rows.tolist(), start=first):
                 if row in result.logprobs:
                     events[index] = events[index]._replace(logprobs=result.logprobs[row])
+        if result.embeddings:
+            for index, row in enumerate(rows.tolist(), start=first):
+                if row in result.embeddings:
+                    events[index] = events[index]._replace(embedding=result.embeddings[row])
         return events
 
     def _advance_masks(self, events: list[TokenEvent]) -> None:

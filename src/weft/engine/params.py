@@ -97,6 +97,7 @@ class SamplingParams:
     # Where given, the output ends where its grammar does, whatever ignore_eos and min_tokens say; elsewhere no end is
     # allowed. Bias and penalties count before it, and log probabilities are the model's own, as ever.
     structured_outputs: StructuredOutputs | None = None
+    pooling: str | None = None  # "last" or "mean": the prompt's embedding is wanted, and no text; see engine/pooling.py
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0, 100)
@@ -115,6 +116,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.pooling is not None and (self.pooling not in ("last", "mean") or self.max_tokens != 1 or self.n != 1):
+            raise RequestError(f"pooling={self.pooling!r}: choose last or mean, with max_tokens=1 and n=1")
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
         for name, kinds in (

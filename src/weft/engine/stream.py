@@ -65,7 +65,8 @@ class Stream:
             arrival=arrival,
             sibling=sibling,
             **(standing or Standing())._asdict(),
-            reuse_prefix=params.prompt_logprobs is None,
+            # What is cached has no hidden states any more, neither for log probabilities nor for a mean of all.
+            reuse_prefix=params.prompt_logprobs is None and params.pooling != "mean",
             constrained=grammar is not None,
             hashes=list(hashes),
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.core import StepPlan
 from weft.engine.executor import Lumps, StepInputs, StepMasks, StepResult
+from weft.engine.pooling import Pooler
 from weft.engine.sampling import Sampler
 from weft.kernels.reference import ReferenceAttention
 from weft.kv import KVPool
@@ -47,6 +48,7 @@ class TorchExecutor:
         self.device = device
         self.clock = clock
         self.sampler = Sampler(slots, vocab_size, device)
+        self.pooler = Pooler()
         self._tables = torch.zeros((slots, -(-max_model_len // kv.block_size)), dtype=torch.int64, device=device)
         self._last_token = torch.zeros(slots, dtype=torch.int64, device=device)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-executor")
@@ -63,6 +65,7 @@ class TorchExecutor:
         started = self.clock()
         for setup in inputs.setups:
             self.sampler.setup(setup)
+            self.pooler.setup(setup)
         slots = self._upload(plan.slots)
         self._update_tables(plan)
         hidden = self._forward(plan, inputs, slots)
@@ -89,6 +92,7 @@ class TorchExecutor:
             finished=self.clock(),
             logprobs=dict(zip(rows[asking].tolist(), described, strict=True)),
             prompt_logprobs=prompt_logprobs,
+            embeddings=self.pooler.take(plan, hidden).read() if self.pooler.pools(plan) else {},
         )
 
     def _forward(self, plan: StepPlan, inputs: StepInputs, slots: Tensor) -> Tensor:

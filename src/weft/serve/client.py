@@ -56,6 +56,7 @@ class Update(NamedTuple):
     rejected: Rejected | None = None  # the prompt was not taken, so that there will be no streams
     lost: str | None = None  # the engine process is gone, with all that it knew
     at: float = 0.0  # seconds, on `clock`: when it came; the client may be slower to read it
+    embedding: bytes | None = None  # float32, with the end of a request that pools
 
 
 class Job:
@@ -304,7 +305,8 @@ class EngineClient:
             if route is not None:
                 job, index = route
                 job.open.discard(end.key)
-                job.put(Update(index, end.token, end, logprobs.get(end.key), at=now))
+                embedding = news.embeddings.get(end.key) if news.embeddings else None
+                job.put(Update(index, end.token, end, logprobs.get(end.key), at=now, embedding=embedding))
         if (step := news.step) is not None:
             self.load = Load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
             self._listener.on_step(step)

@@ -151,6 +151,7 @@ class News(msgspec.Struct, tag="news", array_like=True):
     logprobs: dict[int, TokenLogprobs]  # by key, where asked for, also of last tokens
     prompt_logprobs: list[PromptLogprobs]
     step: EngineStep | None
+    embeddings: dict[int, bytes] = {}  # float32, by key, of requests that end with them
 
 
 FromEngine = Ready | Fatal | Rejected | News

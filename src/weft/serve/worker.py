@@ -255,7 +255,7 @@ class Worker:
             step = self._idle()  # all were refused: no step will tell that they wait no more
         news = News(keys, tokens, [], [], {}, [], step)
         key_of = self._keys
-        for stream, token, reason, logprobs, prompt_logprobs, first in events:
+        for stream, token, reason, logprobs, prompt_logprobs, first, embedding in events:
             key = key_of.get(stream)
             if key is None:
                 continue  # aborted in the meantime
@@ -263,6 +263,8 @@ class Worker:
                 news.begins.append(_begin(key, stream))
             if logprobs is not None:
                 news.logprobs[key] = logprobs
+            if embedding is not None:
+                news.embeddings[key] = embedding.tobytes()
             if prompt_logprobs is not None:
                 news.prompt_logprobs.append(PromptLogprobs(key, first + 1, prompt_logprobs))
             elif reason is not None:
