@@ -20,6 +20,7 @@ from weft.observe.metrics import CONTENT_TYPE, RequestDone, ServerMetrics
 from weft.observe.tracing import RequestSpan, Tracer
 from weft.serve.calls import Caller, Desk, new_request_id
 from weft.serve.client import EngineClient, clock
+from weft.serve.embeddings import EmbeddedBody, EmbeddingsBody, RerankBody, ScoreBody
 from weft.serve.errors import ApiError, of_json, of_request
 from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, wanted
 from weft.serve.gate import Bodies, Gate, Keys, Limits, answer
@@ -108,6 +109,12 @@ class Server:
             ("/v1/completions", "POST", self.completions),
             ("/v1/chat/completions", "POST", self.chat),
             ("/v1/responses", "POST", self.responses),
+            ("/v1/embeddings", "POST", self.embeddings),
+            ("/score", "POST", self.score),
+            ("/v1/score", "POST", self.score),
+            ("/rerank", "POST", self.rerank),
+            ("/v1/rerank", "POST", self.rerank),
+            ("/v2/rerank", "POST", self.rerank),
             ("/tokenize", "POST", self.tokenize),
             ("/detokenize", "POST", self.detokenize),
             ("/health", "GET", self.health),
@@ -131,6 +138,15 @@ class Server:
 
     async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._infer(scope, receive, send, ResponsesBody, self.desk.response)
+
+    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, EmbeddingsBody, self.desk.embedding)
+
+    async def score(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, ScoreBody, self.desk.embedding)
+
+    async def rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, RerankBody, self.desk.embedding)
 
     async def _infer(
         self,
@@ -197,7 +213,7 @@ class Server:
             RequestSpan(
                 done=done,
                 arrival=call.arrival,
-                operation="text_completion" if isinstance(body, CompletionBody) else "chat",
+                operation=_operation(body),
                 model=body.model or self.names[0],
                 response_model=self.names[0],
                 response_id=call.format.id,
@@ -400,6 +416,13 @@ class Server:
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         await answer(send, 200, description(bool(self.options.api_key)))
+
+
+def _operation(body: Any) -> str:
+    """What OpenTelemetry's conventions call it."""
+    if isinstance(body, EmbeddedBody):
+        return "embeddings"
+    return "text_completion" if isinstance(body, CompletionBody) else "chat"
 
 
 def _decoded(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:

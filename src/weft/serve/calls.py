@@ -11,10 +11,12 @@ from weft.core import Promise
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams, StructuredOutputs, Thoughts
+from weft.engine.pooling import check_dimensions, pooling_params
 from weft.errors import RequestError
 from weft.serve.checker import Checker
 from weft.serve.choices import Choice, ForcedCall, ForcedCalls
 from weft.serve.client import Prompt
+from weft.serve.embeddings import EmbeddedBody, EmbeddedPrompt, EmbeddingsBody
 from weft.serve.errors import ApiError
 from weft.serve.fields import MOST_PROMPTS, MOST_STREAMS, ChatBody, CompletionBody, Json, Sampling, TokenizeBody, Wanted
 from weft.serve.fields import sampling_params as params_of
@@ -53,6 +55,7 @@ class Desk:
     tool_parser: str | None
     reasoning_parser: str | None
     checker: Checker
+    pooling: str = "last"  # how the model's hidden states become an embedding
 
     async def completion(self, body: CompletionBody, caller: Caller, facts: Facts) -> Call:
         if body.suffix:
@@ -100,6 +103,20 @@ class Desk:
                 for index in range(sampled)
             ]
         return await self._call(body, caller, facts, prompts, params, choices, format)
+
+    async def embedding(self, body: EmbeddedBody, caller: Caller, facts: Facts) -> Call:
+        """Prompts whose embeddings are wanted, or compared."""
+        if isinstance(body, EmbeddingsBody):
+            check_dimensions(body.dimensions or None, facts.hidden_size)
+        completion = body.completion()
+        keeps = max(0, body.truncate_prompt_tokens or 0)
+        add_special_tokens = completion.add_special_tokens is not False
+        prompts = await self._read(completion.prompt, add_special_tokens, 1, facts, keeps)
+        prompts = [_truncated(ids, completion) for ids in prompts]
+        params = pooling_params(self.pooling)
+        format = body.format(f"embd-{caller.request_id}", self.model)
+        choices: list[Choice] = [EmbeddedPrompt(index, None, ids, params) for index, ids in enumerate(prompts)]
+        return await self._call(completion, caller, facts, prompts, params, choices, format)
 
     async def response(self, body: ResponsesBody, caller: Caller, facts: Facts) -> Call:
         """A chat that is shown in another way."""

@@ -76,6 +76,7 @@ class Facts(msgspec.Struct, frozen=True):
     calibration_quality: str  # in words; "" where nothing was measured
     # Of the calibration that the engine started with, as `weft simulate --profile` reads it; None: it has none.
     profile: dict[str, Any] | None = None
+    hidden_size: int = 0  # numbers of an embedding
 
     @property
     def has_targets(self) -> bool:

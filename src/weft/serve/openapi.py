@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from weft import __version__
+from weft.serve.embeddings import EmbeddingsBody, RerankBody, ScoreBody
 from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from weft.serve.responses import ResponsesBody
 
@@ -51,9 +52,10 @@ _SLO_HEADERS = [
 
 
 def description(with_keys: bool) -> Json:
-    bodies = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+    asked = (CompletionBody, ChatBody, ResponsesBody, EmbeddingsBody, ScoreBody, RerankBody)
+    bodies = (*asked, TokenizeBody, DetokenizeBody)
     refs, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
-    completion, chat, response, tokenize, detokenize = refs
+    completion, chat, response, embeddings, score, rerank, tokenize, detokenize = refs
     components["Error"] = _ERROR
     found: Json = {
         "openapi": "3.1.0",
@@ -63,6 +65,9 @@ def description(with_keys: bool) -> Json:
             "/v1/completions": {"post": _operation("Continues prompts", completion, _SLO_HEADERS, stream=True)},
             "/v1/chat/completions": {"post": _operation("Answers a conversation", chat, _SLO_HEADERS, stream=True)},
             "/v1/responses": {"post": _operation("Answers a conversation", response, _SLO_HEADERS, stream=True)},
+            "/v1/embeddings": {"post": _operation("Embeddings of prompts", embeddings, _SLO_HEADERS)},
+            "/score": {"post": _operation("Cosines of the embeddings of two texts", score, _SLO_HEADERS)},
+            "/v1/rerank": {"post": _operation("Documents by the cosine with a query", rerank, _SLO_HEADERS)},
             "/tokenize": {"post": _operation("Token ids of a prompt or of messages", tokenize)},
             "/detokenize": {"post": _operation("Text of token ids", detokenize)},
             "/health": {"get": _operation("Whether the engine is up")},

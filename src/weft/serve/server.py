@@ -16,6 +16,7 @@ import uvicorn
 
 from weft.core import Source
 from weft.engine.options import EngineOptions
+from weft.engine.pooling import pooling_of
 from weft.errors import ModelError, OptionError
 from weft.llm import recommended_params, resolve_model_path
 from weft.observe.metrics import EngineStep, ServerMetrics
@@ -84,6 +85,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
             options.reasoning_parser, REASONING_PARSERS, "reasoning_parser", detect_reasoning(template)
         ),
         checker=Checker(),
+        pooling=pooling_of(path),
     )
     metrics = ServerMetrics(names[0], enable_prefix_caching=engine_options.enable_prefix_caching)
     eos = texts.tokenizer.eos_token_id if texts.tokenizer is not None else None

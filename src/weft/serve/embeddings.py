@@ -1,0 +1,191 @@
+"""/v1/embeddings, /score and /v1/rerank: prompts whose pooled hidden states are the answer.
+
+Such a request is prefill only. The scheduler treats it like any other, with the same promises for its first token,
+which is when its embedding is there. Scores are cosines of embeddings: this server has no cross-encoders.
+"""
+
+import base64
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from weft.engine.pooling import Vector, finished
+from weft.errors import RequestError
+from weft.serve.choices import NO_CALLS, Choice, Piece
+from weft.serve.client import Update
+from weft.serve.fields import CompletionBody, Count, Json, Whole
+
+Vectors = list[Vector]
+
+
+class EmbeddedBody(Struct, kw_only=True):
+    """What all three have in common."""
+
+    model: str | None = None
+    user: str | None = None
+    priority: Whole | None = None
+    service_tier: str | None = None
+    cache_salt: str | None = None
+    truncate_prompt_tokens: Whole | None = None
+    temperature: None = None  # for the request's trace
+    top_p: None = None
+
+    def prompts(self) -> str | list[Any]:
+        raise NotImplementedError
+
+    def format(self, id: str, model: str) -> "EmbeddingsFormat":
+        raise NotImplementedError
+
+    def completion(self) -> CompletionBody:
+        """The same prompts, as the engine's other requests have them."""
+        same = ("model", "user", "priority", "service_tier", "cache_salt", "truncate_prompt_tokens")
+        add_special_tokens = getattr(self, "add_special_tokens", None)
+        given = {name: getattr(self, name) for name in same}
+        return CompletionBody(prompt=self.prompts(), max_tokens=1, add_special_tokens=add_special_tokens, **given)
+
+
+class EmbeddingsBody(EmbeddedBody, kw_only=True):
+    input: str | list[Any]  # text, token ids, or a list of either
+    encoding_format: str | None = None  # float or base64
+    dimensions: Count | None = None  # the first so many numbers
+    normalize: bool | None = None  # to length one, unless false
+    add_special_tokens: bool | None = None
+
+    def prompts(self) -> str | list[Any]:
+        return self.input
+
+    def format(self, id: str, model: str) -> "EmbeddingsFormat":
+        if self.encoding_format not in (None, "float", "base64"):
+            raise RequestError(f"encoding_format={self.encoding_format!r:.40} is unknown: choose float or base64")
+        return EmbeddingsFormat(id, model, self)
+
+
+class ScoreBody(EmbeddedBody, kw_only=True):
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+    def prompts(self) -> list[Any]:
+        first, second = self.pairs()
+        return [*first, *second]
+
+    def pairs(self) -> tuple[list[str], list[str]]:
+        """Both sides; one text on the left is compared with each on the right."""
+        first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        if not first or not second or len(first) not in (1, len(second)):
+            raise RequestError(
+                f"text_1 has {len(first)} texts and text_2 {len(second)}: give one text_1, or as many as text_2 has"
+            )
+        return first, second
+
+    def format(self, id: str, model: str) -> "EmbeddingsFormat":
+        return ScoreFormat(id, model, self)
+
+
+class RerankBody(EmbeddedBody, kw_only=True):
+    query: str
+    documents: list[str | Json]
+    top_n: Count | None = None  # the best so many; 0 or left out: all
+    return_documents: bool | None = None
+
+    def prompts(self) -> list[Any]:
+        return [self.query, *self.texts()]
+
+    def texts(self) -> list[str]:
+        found = [one.get("text") if isinstance(one, dict) else one for one in self.documents]
+        texts = [text for text in found if isinstance(text, str)]
+        if not texts or len(texts) < len(found):
+            raise RequestError('documents must be texts or objects like {"text": ...}, at least one')
+        return texts
+
+    def format(self, id: str, model: str) -> "EmbeddingsFormat":
+        return RerankFormat(id, model, self)
+
+
+class EmbeddedPrompt(Choice):
+    """A prompt's place in the answer, and its embedding once that is there."""
+
+    embedding: bytes | None = None
+
+    def take(self, update: Update) -> Piece:
+        if update.end is not None:
+            self.reason, self.embedding = update.end.reason, update.embedding
+        return Piece("", "", NO_CALLS, None, None, self.reason)
+
+    def vector(self, dimensions: int | None = None, normalize: bool = True) -> Vector:
+        assert self.embedding is not None, "the engine sends it with the end"
+        return finished(np.frombuffer(self.embedding, np.float32), dimensions, normalize)
+
+
+class EmbeddingsFormat:
+    """A list of vectors. It is never streamed."""
+
+    done = b""
+    token_ids = False
+
+    def __init__(self, id: str, model: str, body: Any) -> None:
+        self.id, self.model, self.body = id, model, body
+        self.created = int(time.time())
+
+    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+        body: EmbeddingsBody = self.body
+        shown = []
+        for choice in choices:
+            assert isinstance(choice, EmbeddedPrompt)
+            vector = choice.vector(body.dimensions or None, body.normalize is not False)
+            as_text = body.encoding_format == "base64"
+            value = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_text else vector.tolist()
+            shown.append({"object": "embedding", "index": choice.index, "embedding": value})
+        return self._answer("list", {"data": shown}, extras)
+
+    def _answer(self, kind: str, content: Json, extras: Json) -> Json:
+        tokens = extras["usage"]["prompt_tokens"]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        about = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**about, **content, "usage": usage, "metrics": extras.get("metrics")}
+
+    def opening(self, choice: Choice, extras: Json) -> bytes:
+        raise NotImplementedError("embeddings are not streamed")
+
+    def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
+        raise NotImplementedError("embeddings are not streamed")
+
+    def closing(self, extras: Json) -> bytes:
+        raise NotImplementedError("embeddings are not streamed")
+
+    def error(self, body: Json) -> bytes:
+        raise NotImplementedError("embeddings are not streamed")
+
+
+class ScoreFormat(EmbeddingsFormat):
+    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+        body: ScoreBody = self.body
+        vectors = _vectors(choices)
+        number = len(body.pairs()[0])
+        first, second = vectors[:number], vectors[number:]
+        pairs = zip(first * (len(second) // number), second, strict=True)
+        shown = [
+            {"index": index, "object": "score", "score": float(left @ right)}
+            for index, (left, right) in enumerate(pairs)
+        ]
+        return self._answer("list", {"data": shown}, extras)
+
+
+class RerankFormat(EmbeddingsFormat):
+    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+        body: RerankBody = self.body
+        query, *documents = _vectors(choices)
+        scores = [float(query @ document) for document in documents]
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+        texts = body.texts()
+        shown: list[Json] = [{"index": index, "relevance_score": scores[index]} for index in best]
+        if body.return_documents is not False:
+            shown = [{**one, "document": {"text": texts[one["index"]]}} for one in shown]
+        return self._answer("rerank", {"results": shown}, extras)
+
+
+def _vectors(choices: Sequence[Choice]) -> Vectors:
+    return [choice.vector() for choice in choices if isinstance(choice, EmbeddedPrompt)]
