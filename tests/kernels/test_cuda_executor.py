@@ -141,6 +141,16 @@ def test_tokens_are_those_of_the_cpu(captured: bool, tmp_path: Path) -> None:
             assert _tokens(gpu, kinds) == _tokens(cpu, kinds)
 
 
+def test_embeddings_are_those_of_the_cpu(tmp_path: Path) -> None:
+    tiny.save(tiny.llama(num_hidden_layers=2), tmp_path)
+    prompts = [tiny.prompt(length, seed).tolist() for seed, length in enumerate(LENGTHS)]
+    with _engine(tmp_path, gpu=False) as cpu, _engine(tmp_path, gpu=True) as gpu:
+        for pooling in ("last", "mean"):
+            pairs = zip(*(llm.embed(prompts, pooling=pooling, progress=False) for llm in (gpu, cpu)), strict=True)
+            for found, expected in pairs:
+                assert np.abs(found.vector - expected.vector).max() < 1e-4
+
+
 def test_masks_reach_their_rows(tmp_path: Path) -> None:
     """Beside rows without one, with edits of other kinds, and in steps of graphs for more rows."""
     tiny.save(tiny.llama(num_hidden_layers=2, eos_token_id=0), tmp_path)
