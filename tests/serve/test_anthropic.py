@@ -10,6 +10,7 @@ import pytest
 from anthropic import Anthropic
 
 from tests.serve.running import RunningServer
+from weft.serve.anthropic import MessagesBody, as_chat
 from weft.text.chat import ChatTemplate
 
 PATH, COUNT, MODEL = "/v1/messages", "/v1/messages/count_tokens", "weft-default"
@@ -397,6 +398,15 @@ def test_system_messages_within_a_conversation_stay_where_they_are_if_the_templa
     assert not ChatTemplate(strict).takes_late_system
     silent = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}"
     assert not ChatTemplate(silent).takes_late_system
+    body = MessagesBody(max_tokens=1, messages=[*HELLO, {"role": "system", "content": "Be quick."}])
+    text = HELLO[0]["content"]
+    assert as_chat(body, late_system=True).messages == [*HELLO, {"role": "system", "content": "Be quick."}]
+    assert as_chat(body, late_system=False).messages == [{"role": "user", "content": f"{text}\nBe quick."}]
+
+
+def test_the_model_sees_nothing_of_a_system_prompt_that_is_only_bookkeeping() -> None:
+    system = [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}]
+    assert as_chat(MessagesBody(max_tokens=1, messages=HELLO, system=system)).messages == HELLO
 
 
 def test_the_sdk(client: Anthropic) -> None:

@@ -124,8 +124,8 @@ def _conversation(body: CountTokensBody, late_role: str) -> list[Json]:
     Until the end of this function, `content` is a list of texts: adding to one long text would copy it each time.
     """
     talk: list[Json] = []
-    if body.system is not None:
-        talk.append({"role": "system", "content": _texts(body.system, "system")})
+    if texts := _texts(body.system, "system") if body.system else []:
+        talk.append({"role": "system", "content": texts})
     for number, message in enumerate(body.messages):
         where = f"messages[{number}]"
         match message.get("role"):
