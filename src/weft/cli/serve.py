@@ -50,8 +50,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         action=_Several,
         default=[],
         metavar="KEY",
-        help="who does not send one (as a bearer token or as x-api-key) is turned away; may be given several times, each "
-        "key is a tenant (default: none)",
+        help="who does not send one (as a bearer token or as x-api-key) is turned away; may be given several times, "
+        "each key is a tenant (default: none)",
     )
     add(
         "--allowed-origins",
