@@ -150,6 +150,22 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction(promising:
     assert promising.metric('weft_requests_refused_total{reason="deadline"}') == 1
 
 
+def test_promises_in_anthropics_api(promising: RunningServer) -> None:
+    def ask(text: str = "Hello", headers: dict[str, str] | None = None, **more: object) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 3, **more}
+        return promising.post("/v1/messages", body, headers=headers or {})
+
+    own = ask(headers={"x-slo-gap-ms": "3000", "x-slo-ttft-ms": "30000"}, stream=True)
+    assert (own.headers["x-slo-gap-ms"], own.headers["x-slo-ttft-ms"]) == ("3000", "30000")
+    assert "x-slo-gap-ms" not in ask(service_tier="flex").headers
+    refused = ask("word " * 6000, {"x-slo-ttft-ms": "1"})
+    assert (refused.status_code, refused.json()["type"]) == (503, "error")
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("overloaded_error", "deadline")
+    assert error["predicted_ttft_ms"] > error["ttft_target_ms"]
+    assert int(refused.headers["retry-after"]) >= 1
+
+
 def test_an_impatient_client_changes_nobodys_latency(promising: RunningServer) -> None:
     """One that asks for a gap of 1 ms gets the least that the server grants, and the others' gaps stay as they were."""
 

@@ -12,6 +12,8 @@ PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
     "/v1/models",
@@ -46,6 +48,7 @@ def test_every_operation(server: RunningServer, path: str, mode: GenerationMode)
             assert "retry-after" in answer.headers
         if answer.status_code >= 400:
             assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}
+            assert ("request_id" in answer.json()) == path.startswith("/v1/messages")
 
     check()
 

@@ -25,7 +25,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     parser = commands.add_parser(
         "serve",
         help="an OpenAI-compatible server",
-        description="Serves a model with the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models and more.",
+        description="Serves a model with the OpenAI API (/v1/chat/completions, /v1/completions, /v1/models and more)\n"
+        "and with Anthropic's (/v1/messages).",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,7 +50,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         action=_Several,
         default=[],
         metavar="KEY",
-        help="who does not send one is turned away; may be given several times, each key is a tenant (default: none)",
+        help="who does not send one (as a bearer token or as x-api-key) is turned away; may be given several times, "
+        "each key is a tenant (default: none)",
     )
     add(
         "--allowed-origins",

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,12 +19,13 @@ from weft.engine.options import EngineOptions
 from weft.errors import RequestError
 from weft.observe.metrics import CONTENT_TYPE, RequestDone, ServerMetrics
 from weft.observe.tracing import RequestSpan, Tracer
+from weft.serve.anthropic import CountTokensBody, MessagesBody, count_tokens, message
 from weft.serve.calls import Caller, Desk, new_request_id
 from weft.serve.client import EngineClient, clock
 from weft.serve.embeddings import EmbeddedBody, EmbeddingsBody, RerankBody, ScoreBody
 from weft.serve.errors import ApiError, of_json, of_request
 from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, wanted
-from weft.serve.gate import Bodies, Gate, Keys, Limits, answer
+from weft.serve.gate import Bodies, Gate, Keys, Limits, answer, request_ids
 from weft.serve.infer import Call, Gone, Presence, finite, respond
 from weft.serve.log import Sparing
 from weft.serve.messages import Facts
@@ -115,6 +117,8 @@ class Server:
             ("/rerank", "POST", self.rerank),
             ("/v1/rerank", "POST", self.rerank),
             ("/v2/rerank", "POST", self.rerank),
+            ("/v1/messages", "POST", self.messages),
+            ("/v1/messages/count_tokens", "POST", self.count_tokens),
             ("/tokenize", "POST", self.tokenize),
             ("/detokenize", "POST", self.detokenize),
             ("/health", "GET", self.health),
@@ -148,6 +152,9 @@ class Server:
     async def rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._infer(scope, receive, send, RerankBody, self.desk.embedding)
 
+    async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, MessagesBody, partial(message, self.desk))
+
     async def _infer(
         self,
         scope: Scope,
@@ -172,7 +179,7 @@ class Server:
             there = Presence(receive)
             caller = Caller(tenant, self._salt(tenant), wanted(headers), arrival, new_request_id(), len(data))
             body, call = await there.during(self._read(data, kind, check, caller, facts))
-            call.headers.append((b"x-request-id", scope["request_id"]))
+            call.headers += request_ids(scope)
             self.metrics.started()
             exchange = await respond(call, self.client, self.metrics, there, send)
             self._trace(exchange.done, call, body, scope)
@@ -310,6 +317,16 @@ class Server:
                 len(ids), lambda: [tokenizer.token_text(token) for token in ids]
             )
         await answer(send, 200, found)
+
+    async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._counted(scope["tenant"]):
+            body, size = await self._body(scope, receive, CountTokensBody)
+            self._check_model(body.model)
+            try:
+                found = await count_tokens(self.desk, body, size)
+            except RequestError as error:
+                raise of_request(error) from None
+            await answer(send, 200, {"input_tokens": found}, request_ids(scope))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._counted(scope["tenant"]):

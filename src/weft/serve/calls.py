@@ -126,7 +126,10 @@ class Desk:
         call.includes_usage = True  # its last event has it
         return call
 
-    async def chat(self, body: ChatBody, caller: Caller, facts: Facts, format: Format | None = None) -> Call:
+    async def chat(
+        self, body: ChatBody, caller: Caller, facts: Facts, format: Format | None = None, *, fits: bool = False
+    ) -> Call:
+        """`fits`: a max_tokens that the context has no room for is lowered to what it has."""
         if not body.messages:
             raise RequestError("messages is empty: a chat needs at least one message")
         if body.top_logprobs and not body.logprobs:
@@ -153,6 +156,8 @@ class Desk:
             most=None if body.truncate_prompt_tokens else facts.max_model_len,
         )
         ids = _truncated(ids, body)
+        if fits and most is not None:
+            most = max(1, min(most, facts.max_model_len - len(ids)))
         special: dict[str, Any] = {"max_tokens": most, "logprobs": None}
         if body.logprobs:
             special["logprobs"] = body.top_logprobs or 0

@@ -1,4 +1,7 @@
-"""What a client is told when something is wrong: always the same JSON object; the status says whose fault it is."""
+"""What a client is told when something is wrong: always the same JSON object; the status says whose fault it is.
+
+Clients of /v1/messages get that object in the form that Anthropic gives it.
+"""
 
 import math
 import re
@@ -59,6 +62,19 @@ class ApiError(Exception):
         if self.retry_after is not None:
             found.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))
         return found
+
+
+def as_anthropic(body: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
+    """An error object in Anthropic's form; `param` and `code` stay in it."""
+    error = dict(body["error"])
+    if error["type"] == "internal_error":
+        error["type"] = "api_error"
+    elif error["code"] == "body_too_large":
+        error["type"] = "request_too_large"
+    elif error["code"] == "context_length_exceeded":  # agents look for these words, and shorten the conversation
+        error["message"] = f"prompt is too long: {error['message']}"
+    found = {"type": "error", "error": error}
+    return found if request_id is None else {**found, "request_id": request_id}
 
 
 def of_request(error: RequestError) -> ApiError:

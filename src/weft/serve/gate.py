@@ -18,11 +18,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.observe.metrics import REFUSALS, ServerMetrics
-from weft.serve.errors import ApiError
+from weft.serve.errors import ApiError, as_anthropic
 from weft.serve.formats import to_json
 from weft.serve.log import Sparing
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version"))  # reveal nothing, and probes have no keys
+ANTHROPIC = "/v1/messages"  # this and what is below it speak Anthropic's API
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 BODY_TIMEOUT = 30.0  # seconds that a client may take to send its body
 TOGETHER = 256 << 20  # bytes of all bodies that are being received, at least four of the largest
@@ -40,13 +41,15 @@ class Keys:
         if not self._digests:
             return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not key:
-            raise ApiError(401, "no API key was given: send it as 'Authorization: Bearer KEY'", code="missing_api_key")
-        digest = hashlib.sha256(key.strip()).digest()
-        found = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, whichever it is
-        if not any(found):
-            raise ApiError(401, "the API key is not one that this server knows", code="invalid_api_key")
-        return digest[:12].hex()
+        given = [key.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"").strip()]
+        if not any(given):
+            message = "no API key was given: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
+            raise ApiError(401, message, code="missing_api_key")
+        for digest in [hashlib.sha256(key).digest() for key in given if key]:
+            found = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, whichever it is
+            if any(found):
+                return digest[:12].hex()
+        raise ApiError(401, "the API key is not one that this server knows", code="invalid_api_key")
 
 
 class Limits:
@@ -123,8 +126,7 @@ class Gate:
 
         scope["headers_by_name"] = headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
-        scope["request_id"] = request_id = given if _ID.fullmatch(given) else secrets.token_hex(12).encode()
-        named = [(b"x-request-id", request_id)]
+        scope["request_id"] = given if _ID.fullmatch(given) else secrets.token_hex(12).encode()
         open_to = self._open_to(headers.get(b"origin"))
         scope["app"] = self  # lets the router raise what it cannot find
         try:
@@ -139,19 +141,19 @@ class Gate:
         except ApiError as error:
             if not status:
                 self._note(error)
-                await answer(counted, error.status, error.body, [*error.headers, *named])
+                await _fail(counted, error, scope)
         except HTTPException as error:
             if not status:
                 await _refuse(counted, error, scope)
         except asyncio.CancelledError:  # the server ends
             if not status:
                 ending = ApiError(503, "the server is shutting down", code="draining", retry_after=5)
-                await answer(counted, 503, ending.body, [*ending.headers, *named])
+                await _fail(counted, ending, scope)
         except Exception:
             self.log.write(traceback.format_exc())
             if not status:
                 wrong = ApiError(500, "something went wrong inside the server; its log says more", code="internal")
-                await answer(counted, 500, wrong.body, named)
+                await _fail(counted, wrong, scope)
         finally:
             path = scope["path"]
             self.metrics.responded(path if path in self.paths else "other", status or 499)
@@ -196,7 +198,26 @@ async def _refuse(send: Send, error: HTTPException, scope: Scope) -> None:
     message = f"{path} does not exist" if error.status_code == 404 else f"{path} does not take {method}"
     wrong = ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else "method_not_allowed")
     headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
-    await answer(send, wrong.status, wrong.body, headers)
+    await _fail(send, wrong, scope, headers)
+
+
+async def _fail(send: Send, error: ApiError, scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """An error, in the form that the clients of its path know."""
+    body = error.body
+    if _is_anthropic(scope):
+        body = as_anthropic(body, scope["request_id"].decode())
+    await answer(send, error.status, body, [*error.headers, *headers, *request_ids(scope)])
+
+
+def request_ids(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """The headers that name a request; Anthropic has another name for it."""
+    id = scope["request_id"]
+    return [(b"x-request-id", id), (b"request-id", id)] if _is_anthropic(scope) else [(b"x-request-id", id)]
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path == ANTHROPIC or path.startswith(ANTHROPIC + "/")
 
 
 async def answer(send: Send, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:

@@ -37,7 +37,8 @@ class Call:
     promise: Promise
     stream: bool = False
     includes_usage: bool = False
-    counts_always: bool = False
+    counts_always: bool = False  # the usage so far comes with every piece
+    counts_first: bool = False  # and with what opens a stream
     is_described: bool = False  # with log probabilities: its answer may be large
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
@@ -183,7 +184,11 @@ class Exchange:
                         headers = [*STREAM_HEADERS, *self._headers()]
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
                         started = True
-                    data = b"" if update.place in self._opened else await self._open(choice, counts)
+                    data = (
+                        b""
+                        if update.place in self._opened
+                        else await self._open(choice, counts or self.call.counts_first)
+                    )
                     if update.token is not None:
                         times.token(update.place, update.at)
                     piece = self._take(update)

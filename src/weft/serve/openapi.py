@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from weft import __version__
+from weft.serve.anthropic import CountTokensBody, MessagesBody
 from weft.serve.embeddings import EmbeddingsBody, RerankBody, ScoreBody
 from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from weft.serve.responses import ResponsesBody
@@ -25,6 +26,15 @@ _ERROR: Json = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_ANTHROPIC_ERROR: Json = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": _ERROR["properties"]["error"],
+        "request_id": {"type": "string"},
     },
 }
 _ERRORS = {
@@ -52,14 +62,28 @@ _SLO_HEADERS = [
 
 
 def description(with_keys: bool) -> Json:
-    asked = (CompletionBody, ChatBody, ResponsesBody, EmbeddingsBody, ScoreBody, RerankBody)
+    asked = (
+        CompletionBody,
+        ChatBody,
+        ResponsesBody,
+        MessagesBody,
+        CountTokensBody,
+        EmbeddingsBody,
+        ScoreBody,
+        RerankBody,
+    )
     bodies = (*asked, TokenizeBody, DetokenizeBody)
     refs, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
-    completion, chat, response, embeddings, score, rerank, tokenize, detokenize = refs
+    completion, chat, response, message, count, embeddings, score, rerank, tokenize, detokenize = refs
     components["Error"] = _ERROR
+    components["AnthropicError"] = _ANTHROPIC_ERROR
     found: Json = {
         "openapi": "3.1.0",
-        "info": {"title": "weft", "version": __version__, "description": "An OpenAI-compatible server."},
+        "info": {
+            "title": "weft",
+            "version": __version__,
+            "description": "A server for clients of OpenAI's and of Anthropic's API.",
+        },
         "paths": {
             "/v1/models": {"get": _operation("Lists the names of the model")},
             "/v1/completions": {"post": _operation("Continues prompts", completion, _SLO_HEADERS, stream=True)},
@@ -68,6 +92,12 @@ def description(with_keys: bool) -> Json:
             "/v1/embeddings": {"post": _operation("Embeddings of prompts", embeddings, _SLO_HEADERS)},
             "/score": {"post": _operation("Cosines of the embeddings of two texts", score, _SLO_HEADERS)},
             "/v1/rerank": {"post": _operation("Documents by the cosine with a query", rerank, _SLO_HEADERS)},
+            "/v1/messages": {
+                "post": _operation("Answers a conversation", message, _SLO_HEADERS, stream=True, error="AnthropicError")
+            },
+            "/v1/messages/count_tokens": {
+                "post": _operation("Number of tokens of a conversation", count, error="AnthropicError")
+            },
             "/tokenize": {"post": _operation("Token ids of a prompt or of messages", tokenize)},
             "/detokenize": {"post": _operation("Text of token ids", detokenize)},
             "/health": {"get": _operation("Whether the engine is up")},
@@ -82,8 +112,11 @@ def description(with_keys: bool) -> Json:
         "components": {"schemas": components},
     }
     if with_keys:
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}]
+        found["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        found["security"] = [{"key": []}, {"x-api-key": []}]
     return found
 
 
@@ -94,14 +127,16 @@ def _operation(
     *,
     stream: bool = False,
     content: str = "application/json",
+    error: str = "Error",
 ) -> Json:
+    """`error` names the form of its errors."""
     good: Json = {content: {"schema": {}}}
     if stream:
         good["text/event-stream"] = {"schema": {"type": "string"}}
     responses: Json = {"200": {"description": "OK", "content": good}}
     for status, about in _ERRORS.items():
-        error: Json = {"schema": {"$ref": "#/components/schemas/Error"}}
-        responses[status] = {"description": about, "content": {"application/json": error}}
+        shown: Json = {"schema": {"$ref": f"#/components/schemas/{error}"}}
+        responses[status] = {"description": about, "content": {"application/json": shown}}
     operation: Json = {"summary": summary, "responses": responses}
     if parameters:
         operation["parameters"] = parameters

@@ -62,6 +62,12 @@ class ChatTemplate:
         """The text of the template that is used where there are tools; "" where there is none."""
         return self._sources.get("tool_use") or self._sources.get("default", "")
 
+    @cached_property
+    def takes_late_system(self) -> bool:
+        """Whether a system message may come behind others: many templates refuse one, or pass it over."""
+        late = _PROBE if self._takes_strings else [{"type": "text", "text": _PROBE}]
+        return self._shows("", {"role": "system", "content": late})
+
     def render(
         self,
         messages: Sequence[Message],
@@ -138,11 +144,11 @@ class ChatTemplate:
     def _takes_strings(self) -> bool:
         return self._shows(_PROBE) or not self._takes_parts
 
-    def _shows(self, content: Any) -> bool:
+    def _shows(self, content: Any, *more: Message) -> bool:
         """Whether the template writes this content as its text, rather than as nothing, as Python, or not at all."""
-        message = {"role": "user", "content": content}
+        messages = [{"role": "user", "content": content}, *more]
         try:
-            text = self._render([message], add_generation_prompt=True, tools=None, documents=None)
+            text = self._render(messages, add_generation_prompt=True, tools=None, documents=None)
         except RequestError:
             return False
         return _PROBE in text and "'type'" not in text and '"type"' not in text
