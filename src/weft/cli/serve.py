@@ -57,7 +57,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         default=[],
         metavar="ORIGIN",
         help="a web page that may ask from a browser, as https://chat.example.org, or * for all; may be given several "
-        "times (default: none)",
+        "times; [] for none (default: pages of http://localhost and http://127.0.0.1, on any port)",
     )
     add("--chat-template", metavar="FILE", help="Jinja template instead of the model's own; a file, or the text itself")
     add(
@@ -111,8 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     names = {field.name for field in fields(ServeOptions)}
     given = {name: value for name, value in vars(arguments).items() if name in names}
-    for name in ("served_model_name", "api_key", "allowed_origins"):
+    for name in ("served_model_name", "api_key"):
         given[name] = tuple(given[name])
+    given["allowed_origins"] = tuple(given["allowed_origins"]) or None
     for option, value in arguments.foreign or ():
         print(f"weft: {option} {value}".rstrip() + " has no meaning here and is ignored", file=sys.stderr)
     options = {**engine_options(arguments), "default_targets": arguments.policy == "slo"}
