@@ -65,6 +65,12 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         action="store_true",
         help="let keys share cached prefixes; one can then time what another has asked (default: off)",
     )
+    add(
+        "--response-store",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep responses of /v1/responses in memory, to be continued or retrieved by id (default: on)",
+    )
     add("--max-body-mb", type=float, default=8.0, metavar="MB", help="larger requests are refused (default: 8)")
     add("--requests-per-minute", type=int, metavar="N", help="that one key may send (default: no limit)")
     add("--max-concurrent-requests", type=int, metavar="N", help="of one key (default: no limit)")

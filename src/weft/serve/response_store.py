@@ -34,7 +34,7 @@ class Stored:
 class ResponseStore:
     """Bounded in number, bytes and time.
 
-    Where there is no room, the key that holds most of what is short loses its oldest response. So a key that stores much
+    Where there is no room, the key with the largest share loses its oldest response. So a key that stores much
     displaces its own responses, and not those of others.
     """
 

@@ -15,6 +15,7 @@ class ServeOptions:
     api_key: tuple[str, ...] = ()  # empty: everybody may
     # Web pages that may ask from a browser; "*": all; None: those of this machine.
     allowed_origins: tuple[str, ...] | None = None
+    response_store: bool = True  # /v1/responses can be continued and retrieved by id
     share_prefix_cache: bool = False  # between keys
     chat_template: str | None = None  # a file or the template itself; None: the model's own
     max_body_mb: float = 8.0  # larger requests are refused
