@@ -325,7 +325,7 @@ def test_background_responses_wait_in_the_queue_and_fail_with_the_engine() -> No
         eventually(lambda: every.append(server.post("/v1/responses", LONG)) or every[-1].status_code == 503, 30)
         assert every[-1].json()["error"]["code"] == "queue_full"
         ids = [answer.json()["id"] for answer in every if answer.status_code == 200]
-        assert len(ids) >= 7
+        assert len(ids) >= 3
         streamed = server.http.get(f"/v1/responses/{ids[0]}?stream=true")
         assert streamed.status_code == 400
         assert server.engine_pid is not None

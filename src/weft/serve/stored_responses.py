@@ -4,6 +4,7 @@ import asyncio
 import time
 import traceback
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import NamedTuple
 from urllib.parse import parse_qs
 
@@ -126,7 +127,7 @@ class StoredResponses:
                 most = self.store.most_each
                 error = ApiError(500, f"the response has {result.size} bytes, and {most} may be stored: ask for less")
                 running.fail(error)
-                self.store.put(running.tenant, running.result)
+                self.store.put(running.tenant, replace(running.result, input=b"[]", events=()))
         finally:
             del self.running[running.format.id]
             running.close()
