@@ -156,7 +156,7 @@ class Server:
         check: Callable[[B, Caller, Facts], Coroutine[Any, Any, Call]],
         detach: Callable[[Call, Work, ExitStack], Awaitable[None]] | None = None,
     ) -> None:
-        """`detach` takes over a call that goes on without its client; what counts it is left to it."""
+        """`detach` takes over a call that goes on without its client, and what counts it among those that run."""
         arrival = clock()
         facts = self._facts()
         if self.draining:
@@ -177,7 +177,7 @@ class Server:
                 work = partial(self._respond, call, body, scope)
                 if call.is_background and detach is not None:
                     there.close()
-                    await detach(call, work, admission.pop_all())
+                    await detach(call, work, admission)
                 else:
                     await work(there, send)
             except Gone:

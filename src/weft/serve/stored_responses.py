@@ -101,17 +101,18 @@ class StoredResponses:
         self._check_on("background")
         if body.store is False:
             raise RequestError("background: the response is retrieved from the store, so store must not be false")
-        streamed = sum(running.log is not None for running in self.running.values())
-        if body.stream and streamed >= MOST_STREAMED:
-            message = f"{streamed} streams run in the background, and {MOST_STREAMED} may: try again later, or poll"
-            raise ApiError(503, message, code="queue_full", retry_after=1)
 
-    def check_room(self, size: int) -> None:
-        """What waits in the background holds no connection, so its conversations have a bound of their own."""
+    def check_room(self, size: int, streams: bool) -> None:
+        """What runs in the background holds no connection, so what it holds of memory has bounds of its own."""
+        streamed = sum(running.log is not None for running in self.running.values())
         held, most = sum(len(running.input) for running in self.running.values()), self.store.most_bytes
-        if held + size > most:
+        if streams and streamed >= MOST_STREAMED:
+            message = f"{streamed} streams run in the background, and {MOST_STREAMED} may: try again later, or poll"
+        elif held + size > most:
             message = f"responses in the background hold {held} bytes of input, and {most} may be: try again later"
-            raise ApiError(503, message, code="queue_full", retry_after=1)
+        else:
+            return
+        raise ApiError(503, message, code="queue_full", retry_after=1)
 
     def start(self, running: Running, work: Work, admission: ExitStack) -> None:
         """Lets a background response run."""
@@ -213,8 +214,6 @@ class Session:
         talk = await owner.continued(self._tenant, body, caller.size, keeps=keeps)
         call = await owner.desk.response(talk.body, caller._replace(size=talk.size), facts)
         assert isinstance(call.format, ResponsesFormat)
-        if body.background:
-            owner.check_room(len(talk.items))
         self._format, self._items, self._streams = call.format, talk.items, call.stream
         # From here on the conversation is kept as text alone.
         call.format.body, body.input = msgspec.structs.replace(talk.body, input=None), None
@@ -234,8 +233,9 @@ class Session:
     async def detach(self, call: Call, work: Work, admission: ExitStack) -> None:
         """Lets the response run on its own, and answers at once: with its state, or with events as they come."""
         assert self._format is not None
+        self._owner.check_room(len(self._items), call.stream)  # nothing is waited for between this and the start
         running = Running(self._tenant, self._format, self._items, call.stream)
-        self._owner.start(running, work, admission)
+        self._owner.start(running, work, admission.pop_all())
         headers = [header for header in call.headers if header[0] == b"x-request-id"]  # no promise is known yet
         if running.log is not None:
             await follow(running.log, 0, headers, self._receive, self._send)

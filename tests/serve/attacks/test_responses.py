@@ -1,7 +1,9 @@
 """Stored conversations that are large, and background responses that no client waits for, beside a stream."""
 
+import asyncio
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.serve.attacks.test_connection import megabytes
@@ -77,4 +79,27 @@ def test_what_waits_in_the_background_is_bounded(server: RunningServer, stream: 
     for id in ids:
         assert server.http.delete(f"{RESPONSES}/{id}").status_code == 200
     assert server.get("/load")["server_load"] == 0
+    server.wait_until_idle()
+
+
+def test_a_burst_does_not_pass_the_bounds(server: RunningServer) -> None:
+    """Requests that are checked at the same time see each other."""
+
+    async def scenario() -> list[str | None]:
+        async def ask(client: httpx.AsyncClient) -> str | None:
+            async with client.stream("POST", RESPONSES, json={**LONG, "stream": True}) as answer:
+                assert answer.status_code in (200, 503)
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: "):
+                        return line.partition('"id":"')[2].partition('"')[0]
+            return None
+
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+            return await asyncio.gather(*(ask(client) for _ in range(MOST_STREAMED + 20)))
+
+    ids = [id for id in asyncio.run(scenario()) if id is not None]
+    assert len(ids) == MOST_STREAMED == server.get("/load")["server_load"]
+    for id in ids:
+        assert server.http.delete(f"{RESPONSES}/{id}").status_code == 200
     server.wait_until_idle()
