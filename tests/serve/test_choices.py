@@ -52,6 +52,16 @@ def test_thoughts_text_and_calls_come_apart() -> None:
     assert len(choice.tokens) == len(pieces) - 1
 
 
+def test_tokens_of_thoughts_are_counted() -> None:
+    """Those of the tags may count or not, as a tag may share a token with its neighbours."""
+    assert TOKENIZER is not None
+    thought = "Where is it? " * 20
+    choice, _ = read(f"<think>{thought}</think>Let me see.")
+    tags = len(TOKENIZER.encode("<think></think>", add_special_tokens=False))
+    assert abs(choice.reasoning_tokens - len(TOKENIZER.encode(thought, add_special_tokens=False))) <= tags
+    assert read("Let me see. Where is it?")[0].reasoning_tokens == 0
+
+
 def test_one_call_where_only_one_is_wanted() -> None:
     choice, pieces = read(f"{CALL % 'Rome'}{CALL % 'Oslo'}", single=True)
     assert [call["function"]["name"] for call in choice.calls] == ["get_weather"]

@@ -4,6 +4,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.generation import GenerationMode
+from schemathesis.schemas import APIOperation
 
 from tests.serve.running import RunningServer
 
@@ -14,6 +15,10 @@ PATHS = (
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens",
+    "/v1/responses/{id}",
+    "/v1/responses/{id}/cancel",
+    "/v1/responses/{id}/input_items",
     "/tokenize",
     "/detokenize",
     "/v1/models",
@@ -27,10 +32,14 @@ COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_token
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_every_operation(server: RunningServer, path: str, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    (operation,) = [found.ok() for found in schema.get_all_operations() if found.ok().path == path]
-    if mode is GenerationMode.NEGATIVE and not operation.body:
+    operations = [found.ok() for found in schema.get_all_operations() if found.ok().path == path]
+    if mode is GenerationMode.NEGATIVE and not any(operation.body for operation in operations):
         pytest.skip("nothing can be wrong with a request without a body")
+    for operation in operations:
+        try_out(operation, mode)
 
+
+def try_out(operation: APIOperation, mode: GenerationMode) -> None:
     @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
@@ -48,7 +57,7 @@ def test_every_operation(server: RunningServer, path: str, mode: GenerationMode)
             assert "retry-after" in answer.headers
         if answer.status_code >= 400:
             assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}
-            assert ("request_id" in answer.json()) == path.startswith("/v1/messages")
+            assert ("request_id" in answer.json()) == operation.path.startswith("/v1/messages")
 
     check()
 

@@ -59,13 +59,19 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         default=[],
         metavar="ORIGIN",
         help="a web page that may ask from a browser, as https://chat.example.org, or * for all; may be given several "
-        "times (default: none)",
+        "times; [] for none (default: pages of http://localhost and http://127.0.0.1, on any port)",
     )
     add("--chat-template", metavar="FILE", help="Jinja template instead of the model's own; a file, or the text itself")
     add(
         "--share-prefix-cache",
         action="store_true",
         help="let keys share cached prefixes; one can then time what another has asked (default: off)",
+    )
+    add(
+        "--response-store",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep responses of /v1/responses in memory, to be continued or retrieved by id (default: on)",
     )
     add("--max-body-mb", type=float, default=8.0, metavar="MB", help="larger requests are refused (default: 8)")
     add("--requests-per-minute", type=int, metavar="N", help="that one key may send (default: no limit)")
@@ -113,8 +119,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     names = {field.name for field in fields(ServeOptions)}
     given = {name: value for name, value in vars(arguments).items() if name in names}
-    for name in ("served_model_name", "api_key", "allowed_origins"):
+    for name in ("served_model_name", "api_key"):
         given[name] = tuple(given[name])
+    given["allowed_origins"] = tuple(given["allowed_origins"]) or None
     for option, value in arguments.foreign or ():
         print(f"weft: {option} {value}".rstrip() + " has no meaning here and is ignored", file=sys.stderr)
     options = {**engine_options(arguments), "default_targets": arguments.policy == "slo"}

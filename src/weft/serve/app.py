@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -20,19 +20,21 @@ from weft.errors import RequestError
 from weft.observe.metrics import CONTENT_TYPE, RequestDone, ServerMetrics
 from weft.observe.tracing import RequestSpan, Tracer
 from weft.serve.anthropic import CountTokensBody, MessagesBody, count_tokens, message
+from weft.serve.background import Work
 from weft.serve.calls import Caller, Desk, new_request_id
 from weft.serve.client import EngineClient, clock
 from weft.serve.embeddings import EmbeddedBody, EmbeddingsBody, RerankBody, ScoreBody
 from weft.serve.errors import ApiError, of_json, of_request
-from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, wanted
+from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, Wanted, wanted
 from weft.serve.gate import Bodies, Gate, Keys, Limits, answer, request_ids
-from weft.serve.infer import Call, Gone, Presence, finite, respond
+from weft.serve.infer import Call, Gone, Presence, Watcher, finite, respond
 from weft.serve.log import Sparing
 from weft.serve.messages import Facts
 from weft.serve.openapi import description
 from weft.serve.parsing import QUICK, parse
 from weft.serve.responses import ResponsesBody
 from weft.serve.settings import ServeOptions
+from weft.serve.stored_responses import Session, StoredResponses
 from weft.serve.turns import Turns
 from weft.text.tokenizer import Tokenizer
 
@@ -62,6 +64,10 @@ class Server:
     log: Sparing = field(default_factory=Sparing)
     resets: Counter[str] = field(default_factory=Counter)  # of the prefix cache, by tenant
     quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and none is active
+    stored: StoredResponses = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stored = StoredResponses(self.desk, self.log, self.bodies.most, is_on=self.options.response_store)
 
     def drain(self) -> None:
         """From now on new work is refused; `quiet` is set when the old is done."""
@@ -78,8 +84,10 @@ class Server:
             self.client.start()
             await self._first_engine()
             preparing = asyncio.create_task(self.desk.checker.prepare())
+            tidying = asyncio.create_task(self.stored.tidy())
             yield
             preparing.cancel()
+            tidying.cancel()
             await self.client.close()
             self.desk.texts.close()
             self.desk.checker.close()
@@ -111,6 +119,11 @@ class Server:
             ("/v1/completions", "POST", self.completions),
             ("/v1/chat/completions", "POST", self.chat),
             ("/v1/responses", "POST", self.responses),
+            ("/v1/responses/input_tokens", "POST", self.input_tokens),
+            ("/v1/responses/{id}", "GET", self.stored.retrieve),
+            ("/v1/responses/{id}", "DELETE", self.stored.delete),
+            ("/v1/responses/{id}/cancel", "POST", self.stored.cancel),
+            ("/v1/responses/{id}/input_items", "GET", self.stored.input_items),
             ("/v1/embeddings", "POST", self.embeddings),
             ("/score", "POST", self.score),
             ("/v1/score", "POST", self.score),
@@ -141,7 +154,8 @@ class Server:
         await self._infer(scope, receive, send, ChatBody, self.desk.chat)
 
     async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, ResponsesBody, self.desk.response)
+        session = Session(self.stored, scope["tenant"], receive, send)
+        await self._infer(scope, receive, session.send, ResponsesBody, session.check, session.detach)
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._infer(scope, receive, send, EmbeddingsBody, self.desk.embedding)
@@ -162,7 +176,9 @@ class Server:
         send: Send,
         kind: type[B],
         check: Callable[[B, Caller, Facts], Coroutine[Any, Any, Call]],
+        detach: Callable[[Call, Work, ExitStack], Awaitable[None]] | None = None,
     ) -> None:
+        """`detach` takes over a call that goes on without its client, and what counts it among those that run."""
         arrival = clock()
         facts = self._facts()
         if self.draining:
@@ -171,33 +187,45 @@ class Server:
             )
         self._check_queue()
         tenant, headers = scope["tenant"], scope["headers_by_name"]
-        self.limits.enter(tenant)
-        self.active += 1
-        there: Presence | None = None
-        try:
-            data = await self.bodies.read(scope, receive)
-            there = Presence(receive)
-            caller = Caller(tenant, self._salt(tenant), wanted(headers), arrival, new_request_id(), len(data))
-            body, call = await there.during(self._read(data, kind, check, caller, facts))
-            call.headers += request_ids(scope)
-            self.metrics.started()
-            exchange = await respond(call, self.client, self.metrics, there, send)
-            self._trace(exchange.done, call, body, scope)
-        except Gone:
-            self.metrics.disconnected()
-        except ConnectionResetError:
-            self.metrics.disconnected()
-        except RequestError as error:
-            raise of_request(error) from None
-        finally:
-            if there is not None:
-                there.close()
-            self.active -= 1
-            if not self.active:
-                self.collector.idle()
-            self.limits.leave(tenant)
-            if self.draining and not self.active:
-                self.quiet.set()
+        with ExitStack() as admission:
+            admission.enter_context(self._admitted(tenant))
+            try:
+                data = await self.bodies.read(scope, receive)
+                there = admission.enter_context(closing(Presence(receive)))
+                caller = Caller(tenant, self._salt(tenant), wanted(headers), arrival, new_request_id(), len(data))
+                body, call = await there.during(self._read(data, kind, check, caller, facts))
+                call.headers += request_ids(scope)
+                self.metrics.started()
+                work = partial(self._respond, call, body, scope)
+                if call.is_background and detach is not None:
+                    there.close()
+                    await detach(call, work, admission)
+                else:
+                    await work(there, send)
+            except Gone:
+                self.metrics.disconnected()
+            except ConnectionResetError:
+                self.metrics.disconnected()
+            except RequestError as error:
+                raise of_request(error) from None
+
+    @contextmanager
+    def _admitted(self, tenant: str) -> Iterator[None]:
+        """Counts an inference request while it runs, for the limits of its key and for shutdown."""
+        with self._counted(tenant):
+            self.active += 1
+            try:
+                yield
+            finally:
+                self.active -= 1
+                if not self.active:
+                    self.collector.idle()
+                    if self.draining:
+                        self.quiet.set()
+
+    async def _respond(self, call: Call, body: Any, scope: Scope, there: Watcher, send: Send) -> None:
+        exchange = await respond(call, self.client, self.metrics, there, send)
+        self._trace(exchange.done, call, body, scope)
 
     async def _read(
         self,
@@ -344,6 +372,20 @@ class Server:
         except RequestError as error:
             raise of_request(error) from None
         await answer(send, 200, {"prompt": text})
+
+    async def input_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """How many tokens a response with this body would send to the model."""
+        tenant = scope["tenant"]
+        with self._counted(tenant):
+            facts = self._facts()
+            body, size = await self._body(scope, receive, ResponsesBody)
+            self._check_model(body.model)
+            caller = Caller(tenant, "", Wanted(None, None), clock(), new_request_id(), size)
+            try:
+                count = await self.stored.input_tokens(body, caller, facts)
+            except RequestError as error:
+                raise of_request(error) from None
+        await answer(send, 200, {"object": "response.input_tokens", "input_tokens": count})
 
     @contextmanager
     def _counted(self, tenant: str) -> Iterator[None]:

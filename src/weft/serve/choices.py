@@ -62,6 +62,7 @@ class Choice:
         # By position; a preemption may bring one twice.
         self.prompt_logprobs: dict[int, TokenLogprobs] = {} if prompt_logprobs is None else prompt_logprobs
         self.reason: str | None = None
+        self.reasoning_tokens = 0
         self.stop_reason: str | int | None = None  # the stop string or the stop token that ended it
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._reasoning, self._tools = reasoning, tools
@@ -145,6 +146,8 @@ class Choice:
         text, thought, reason = piece.text, "", piece.reason
         if self._reasoning is not None:
             thought, text = self._reasoning.push(text)
+            if piece.token is not None and (self._reasoning.is_thinking or (thought and not text)):
+                self.reasoning_tokens += 1
             if reason is not None:
                 rest = self._reasoning.flush()
                 thought, text = thought + rest.reasoning, text + rest.content

@@ -21,6 +21,7 @@ from weft.observe.metrics import REFUSALS, ServerMetrics
 from weft.serve.errors import ApiError, as_anthropic
 from weft.serve.formats import to_json
 from weft.serve.log import Sparing
+from weft.serve.origins import PREFLIGHT, SAFE_METHODS, Origins, check_origin
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version"))  # reveal nothing, and probes have no keys
 ANTHROPIC = "/v1/messages"  # this and what is below it speak Anthropic's API
@@ -99,11 +100,11 @@ class Gate:
         metrics: ServerMetrics,
         log: Sparing,
         paths: Iterable[str],
-        origins: Iterable[str] = (),
+        origins: Iterable[str] | None = None,
     ) -> None:
         self.app, self.keys, self.metrics, self.log = app, keys, metrics, log
         self.paths = frozenset(paths)
-        self.origins = frozenset(origin.encode() for origin in origins)
+        self.origins = Origins(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -118,23 +119,20 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if self.origins:  # caches must not give one page's answer to another
-                    message["headers"] = [*message["headers"], (b"vary", b"Origin")]
-                if open_to:
-                    message["headers"] = [*message["headers"], (b"access-control-allow-origin", open_to)]
+                message["headers"] = [*message["headers"], *self.origins.headers(open_to)]
             await send(message)
 
         scope["headers_by_name"] = headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         scope["request_id"] = given if _ID.fullmatch(given) else secrets.token_hex(12).encode()
-        open_to = self._open_to(headers.get(b"origin"))
+        open_to = self.origins.open_to(headers.get(b"origin"))
         scope["app"] = self  # lets the router raise what it cannot find
         try:
             if open_to and scope["method"] == "OPTIONS":  # a browser asks whether it may; it sends no key with that
-                await answer(counted, 200, {}, _PREFLIGHT)
+                await answer(counted, 200, {}, PREFLIGHT)
                 return
-            if scope["method"] == "POST" and open_to is None:
-                _check_origin(headers)
+            if scope["method"] not in SAFE_METHODS and open_to is None:
+                check_origin(headers)
             if scope["path"] not in OPEN_PATHS:
                 scope["tenant"] = self.keys.tenant(headers)
             await self.app(scope, receive, counted)
@@ -158,38 +156,9 @@ class Gate:
             path = scope["path"]
             self.metrics.responded(path if path in self.paths else "other", status or 499)
 
-    def _open_to(self, origin: bytes | None) -> bytes | None:
-        """What a browser is told of the page that asks, if anything."""
-        if origin is None or not self.origins:
-            return None
-        return b"*" if b"*" in self.origins else origin if origin in self.origins else None
-
     def _note(self, error: ApiError) -> None:
         if error.code in REFUSALS:
             self.metrics.refused(error.code)
-
-
-def _check_origin(headers: dict[bytes, bytes]) -> None:
-    """A page of any origin may send a POST of plain text: browsers ask for leave only before they send JSON or a key.
-
-    They always name the origin with a POST. Other clients name none.
-    """
-    origin = headers.get(b"origin")
-    if origin is None:
-        return
-    scheme, _, host = origin.lower().partition(b"://")
-    if scheme in (b"http", b"https") and host == headers.get(b"host", b"").lower():
-        return
-    shown = origin[:100].decode("latin-1")
-    message = f"the web page's origin {shown!r} is not one that may ask here: start the server with --allowed-origins"
-    raise ApiError(403, message, code="origin_not_allowed")
-
-
-_PREFLIGHT = [
-    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-    (b"access-control-allow-headers", b"*, authorization"),
-    (b"access-control-max-age", b"600"),
-]
 
 
 async def _refuse(send: Send, error: HTTPException, scope: Scope) -> None:

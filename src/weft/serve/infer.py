@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.types import Receive, Send
 
@@ -39,6 +39,7 @@ class Call:
     includes_usage: bool = False
     counts_always: bool = False  # the usage so far comes with every piece
     counts_first: bool = False  # and with what opens a stream
+    is_background: bool = False  # goes on without its client
     is_described: bool = False  # with log probabilities: its answer may be large
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
@@ -81,6 +82,14 @@ class Times:
             self.metrics.first_token(now - self.call.arrival, self._ttft)
 
 
+class Watcher(Protocol):
+    """Knows when a request is to be ended early."""
+
+    def tell(self, job: Job) -> None:
+        """From now on the job is told."""
+        ...
+
+
 class Presence:
     """Whether the client is still there, from when its body was read."""
 
@@ -115,7 +124,7 @@ class Presence:
             self._job.put(Update(0, None, lost=GONE))
 
 
-async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, there: Presence, send: Send) -> "Exchange":
+async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, there: Watcher, send: Send) -> "Exchange":
     """Runs a call to its end, whatever the end is; returns what is to be known of it afterwards."""
     job = client.submit(call.prompts, call.arrival)
     there.tell(job)
@@ -291,6 +300,9 @@ class Exchange:
             "completion_tokens": self.times.tokens,
             "total_tokens": prompt + self.times.tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached()},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.call.choices)
+            },
         }
 
     def _cached(self) -> int:

@@ -41,7 +41,7 @@ _ERRORS = {
     "400": "the request is malformed; the message names the value, the limit and the way out",
     "401": "no API key, or one that is not known",
     "403": "a web page of an origin that is not allowed asks",
-    "404": "no such model",
+    "404": "no such model, or no such response of this API key",
     "413": "the body is too large",
     "429": "this API key has asked for too much",
     "503": "overloaded, starting or shutting down; Retry-After says when to come back",
@@ -58,6 +58,24 @@ _SLO_HEADERS = [
         ("x-slo-ttft-ms", "milliseconds from arrival to the first token that are wanted"),
         ("x-slo-gap-ms", "milliseconds between tokens that are wanted; raised to what the server can keep"),
     )
+]
+_ID: Json = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _query(name: str, about: str, schema: Json) -> Json:
+    return {"name": name, "in": "query", "required": False, "description": about, "schema": schema}
+
+
+_STREAM = [
+    _query("stream", "the events of a background response that was created as a stream", {"type": "boolean"}),
+    _query(
+        "starting_after", "only the events behind this number", {"type": "integer", "minimum": 0, "maximum": 10**9 - 1}
+    ),
+]
+_PAGE = [
+    _query("limit", "items of a page", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
+    _query("order", "desc: the last item first", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
+    _query("after", "the id of the item before the page", {"type": "string"}),
 ]
 
 
@@ -89,6 +107,15 @@ def description(with_keys: bool) -> Json:
             "/v1/completions": {"post": _operation("Continues prompts", completion, _SLO_HEADERS, stream=True)},
             "/v1/chat/completions": {"post": _operation("Answers a conversation", chat, _SLO_HEADERS, stream=True)},
             "/v1/responses": {"post": _operation("Answers a conversation", response, _SLO_HEADERS, stream=True)},
+            "/v1/responses/input_tokens": {"post": _operation("Counts the tokens of a conversation", response)},
+            "/v1/responses/{id}": {
+                "get": _operation("A stored response", parameters=[_ID, *_STREAM], stream=True),
+                "delete": _operation("Forgets a response; one that runs is ended", parameters=[_ID]),
+            },
+            "/v1/responses/{id}/cancel": {"post": _operation("Ends a background response", parameters=[_ID])},
+            "/v1/responses/{id}/input_items": {
+                "get": _operation("The conversation before a response", parameters=[_ID, *_PAGE])
+            },
             "/v1/embeddings": {"post": _operation("Embeddings of prompts", embeddings, _SLO_HEADERS)},
             "/score": {"post": _operation("Cosines of the embeddings of two texts", score, _SLO_HEADERS)},
             "/v1/rerank": {"post": _operation("Documents by the cosine with a query", rerank, _SLO_HEADERS)},

@@ -1,10 +1,13 @@
-"""/v1/responses: OpenAI's newer interface, for text. A chat in other words: nothing is stored between requests."""
+"""/v1/responses: OpenAI's newer interface, for text. A chat in other words.
+
+What is stored between requests is the business of stored_responses.py: here a conversation is complete.
+"""
 
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from weft.engine.params import MAX_LOGPROBS
 from weft.errors import RequestError
@@ -15,7 +18,7 @@ from weft.text.tokenizer import Tokenizer
 
 
 class ResponsesBody(Struct, kw_only=True):
-    input: str | list[Json]
+    input: str | list[Json] | None = None
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -47,17 +50,13 @@ class ResponsesBody(Struct, kw_only=True):
 
 def as_chat(body: ResponsesBody) -> ChatBody:
     """The same wish as a chat."""
-    if body.previous_response_id is not None:
-        raise RequestError("previous_response_id: nothing is stored here; send the whole conversation as input")
-    if body.background:
-        raise RequestError("background: nothing is stored here; stream the response instead")
     messages: list[Json] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
-        for item in body.input:
+        for item in body.input or ():
             _add(messages, item)
     if not messages:
         raise RequestError("input is empty: at least one message is needed")
@@ -157,12 +156,24 @@ class ResponsesFormat:
         self._open: str | None = None  # its kind
         self._text = ""
         self._logprobs: list[Json] = []
+        self.is_stored = False
+        self.is_background = False  # goes on without its client, which then asks what has become of it
+        self.final: bytes | None = None  # the response as JSON, once a stream of it has ended
+        self.output = b"[]"  # the items as JSON, without log probabilities, once the response has ended
+
+    def queued(self) -> bytes:
+        """What a stream in the background begins with, before there is a token."""
+        response = self._response("queued", [], {})
+        return self._event("response.created", response=response) + self._event("response.queued", response=response)
 
     def opening(self, choice: Choice, extras: Json) -> bytes:
         response = self._response("in_progress", [], {})
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        created = b"" if self.is_background else self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
+
+    def snapshot(self, status: str) -> Json:
+        """The response before it has ended."""
+        return self._response(status, [], {})
 
     def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
         data = b""
@@ -189,7 +200,11 @@ class ResponsesFormat:
 
     def closing(self, extras: Json) -> bytes:
         status = "incomplete" if self._reason == "length" else "completed"
-        return self._event(f"response.{status}", response=self._response(status, self._items, extras))
+        return self._end(status, f"response.{status}", extras)
+
+    def cancelled(self) -> bytes:
+        """The last event of a response that was cancelled. OpenAI has no event of that name: the status tells it."""
+        return self._end("cancelled", "response.failed", {})
 
     def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
         """The same items, made at once."""
@@ -206,13 +221,24 @@ class ResponsesFormat:
             )
         status = "incomplete" if choice.reason == "length" else "completed"
         self._items[-1]["status"] = status
+        self.output = _continued(self._items)
         return self._response(status, self._items, extras)
 
     def error(self, body: Json) -> bytes:
         error = body["error"]
+        if self.is_background:
+            code = "rate_limit_exceeded" if error["code"] in _REFUSALS else "server_error"
+            return self._end("failed", "response.failed", {}, error={"code": code, "message": error["message"]})
         return self._event("error", code=error["code"], message=error["message"], param=error["param"])
 
     _reason = "stop"
+
+    def _end(self, status: str, kind: str, extras: Json, **more: Any) -> bytes:
+        """The last event, with all items that are whole."""
+        items = self._items if self._open is None else self._items[:-1]
+        self.final = to_json({**self._response(status, items, extras), **more})
+        self.output = _continued(items)
+        return self._event(kind, response=Raw(self.final))
 
     def _begin(self, kind: str, **more: Any) -> bytes:
         """Opens an item, unless the one that is open is of this kind already."""
@@ -286,9 +312,10 @@ class ResponsesFormat:
             "model": self.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": body.reasoning or {"effort": None, "summary": None},
-            "store": False,
+            "store": self.is_stored,
+            "background": self.is_background,
             "temperature": body.temperature,
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
@@ -307,6 +334,21 @@ def _usage(usage: Json) -> Json:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
         "total_tokens": usage["total_tokens"],
     }
+
+
+_REFUSALS = ("deadline", "queue_full")  # of the engine: it had no room, and nothing was begun
+
+
+def _continued(items: list[Json]) -> bytes:
+    """Items as a following response needs them: without log probabilities, which may be a hundred times the text."""
+    bare = [
+        {**item, "content": [_bare(part) for part in item["content"]]} if "content" in item else item for item in items
+    ]
+    return to_json(bare)
+
+
+def _bare(part: Json) -> Json:
+    return {**part, "logprobs": []} if "logprobs" in part else part

@@ -13,7 +13,9 @@ class ServeOptions:
     port: int = 8000  # 0: any that is free
     served_model_name: tuple[str, ...] = ()  # names that requests may use; empty: the model as it was given
     api_key: tuple[str, ...] = ()  # empty: everybody may
-    allowed_origins: tuple[str, ...] = ()  # web pages that may ask from a browser; "*": all
+    # Web pages that may ask from a browser; "*": all; None: those of this machine.
+    allowed_origins: tuple[str, ...] | None = None
+    response_store: bool = True  # /v1/responses can be continued and retrieved by id
     share_prefix_cache: bool = False  # between keys
     chat_template: str | None = None  # a file or the template itself; None: the model's own
     max_body_mb: float = 8.0  # larger requests are refused
@@ -26,8 +28,9 @@ class ServeOptions:
     record_steps: str | None = None  # file that the engine writes StepRecords to, as JSON lines; None: nowhere
 
     def __post_init__(self) -> None:
-        origins = tuple(origin for given in self.allowed_origins for origin in _origins(given))
-        object.__setattr__(self, "allowed_origins", origins)
+        if self.allowed_origins is not None:
+            origins = tuple(origin for given in self.allowed_origins for origin in _origins(given))
+            object.__setattr__(self, "allowed_origins", origins)
         if not 0 <= self.port <= 65535:
             raise OptionError(f"port={self.port} must be 0 to 65535; 0 takes any that is free")
         if not 0 < self.max_body_mb <= 1024:

@@ -75,6 +75,11 @@ class ReasoningParser:
         self._behind_tag = open  # nothing but newlines has come since
         self._held = ""
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the reply is inside the tags, as far as it is known."""
+        return self._thinking
+
     def push(self, text: str) -> Thought:
         """Takes the next piece of text, cut anywhere; returns what is not a part of a tag."""
         return self._split(text, final=False)

@@ -1,0 +1,119 @@
+"""ResponseStore: responses that have ended, kept in memory for a while, for the API key that asked for them.
+
+Everything is kept as JSON text. Its bytes can be counted, and the garbage collector has nothing to look at.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MOST_RESPONSES = 4096
+MOST_BYTES = 128 << 20
+MOST_EACH = 16 << 20  # bytes of one response
+TIME_TO_LIVE = 24 * 3600.0  # seconds
+OVERHEAD = 1024  # bytes that a response takes beside its texts
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response and the conversation that it ends."""
+
+    id: str
+    body: bytes  # what a client retrieves
+    input: bytes  # a list of items: all that came before the output, previous responses included
+    output: bytes  # a list of items, without log probabilities: what a following response continues
+    is_background: bool = False
+    events: tuple[bytes, ...] = ()  # of its stream, in order; empty: it cannot be streamed again
+    first_event: int = 0  # sequence number of the first of them
+
+    @property
+    def size(self) -> int:
+        return OVERHEAD + len(self.body) + len(self.input) + len(self.output) + sum(map(len, self.events))
+
+
+class ResponseStore:
+    """Bounded in number, bytes and time.
+
+    Where there is no room, the key with the largest share loses its oldest response. So a key that stores much
+    displaces its own responses, and not those of others.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        most: int = MOST_RESPONSES,
+        most_bytes: int = MOST_BYTES,
+        most_each: int = MOST_EACH,
+        time_to_live: float = TIME_TO_LIVE,
+    ) -> None:
+        self.most, self.most_bytes, self.most_each = most, most_bytes, min(most_each, most_bytes)
+        self.time_to_live = time_to_live
+        self._clock = clock
+        self._shelves: dict[str, _Shelf] = {}  # by key; none is empty
+        self.bytes = 0
+        self.count = 0
+
+    def put(self, tenant: str, response: Stored) -> bool:
+        """Stores a response; returns False where it is too large for that."""
+        self.expire()
+        if response.size > self.most_each or self.most < 1:
+            return False
+        self.remove(tenant, response.id)
+        shelf = self._shelves.setdefault(tenant, _Shelf())
+        shelf.responses[response.id] = (self._clock() + self.time_to_live, response)
+        self._count(shelf, 1, response.size)
+        while self.count > self.most:
+            self._make_room(response, lambda shelf: len(shelf.responses))
+        while self.bytes > self.most_bytes:
+            self._make_room(response, lambda shelf: shelf.bytes)
+        return True
+
+    def get(self, tenant: str, id: str) -> Stored | None:
+        """The response of this id, where this key has stored it and it is still there."""
+        self.expire()
+        shelf = self._shelves.get(tenant)
+        found = None if shelf is None else shelf.responses.get(id)
+        return None if found is None else found[1]
+
+    def remove(self, tenant: str, id: str) -> bool:
+        """Forgets a response; returns whether there was one."""
+        shelf = self._shelves.get(tenant)
+        if shelf is None or id not in shelf.responses:
+            return False
+        _, response = shelf.responses.pop(id)
+        self._count(shelf, -1, -response.size)
+        if not shelf.responses:
+            del self._shelves[tenant]
+        return True
+
+    def expire(self) -> None:
+        """Forgets what has been here for too long. Every call does; an idle server must call it from time to time."""
+        now = self._clock()
+        for tenant in list(self._shelves):
+            while tenant in self._shelves and self._shelves[tenant].oldest[0] <= now:
+                self._drop_oldest(tenant)
+
+    def _make_room(self, newest: Stored, share: Callable[["_Shelf"], int]) -> None:
+        """Drops the oldest response of the key with the largest share; never the newest one of all."""
+        names = [name for name, shelf in self._shelves.items() if shelf.oldest[1] is not newest]
+        self._drop_oldest(max(names, key=lambda name: share(self._shelves[name])))
+
+    def _drop_oldest(self, tenant: str) -> None:
+        self.remove(tenant, self._shelves[tenant].oldest[1].id)
+
+    def _count(self, shelf: "_Shelf", number: int, size: int) -> None:
+        shelf.bytes += size
+        self.bytes += size
+        self.count += number
+
+
+class _Shelf:
+    """The responses of one key, the oldest first, each with the time at which it is forgotten."""
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, tuple[float, Stored]] = OrderedDict()
+        self.bytes = 0
+
+    @property
+    def oldest(self) -> tuple[float, Stored]:
+        return next(iter(self.responses.values()))
