@@ -10,10 +10,10 @@ import numpy as np
 from weft.core import Promise
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
-from weft.engine.params import SamplingParams, StructuredOutputs, Thoughts
+from weft.engine.params import SamplingParams, Thoughts
 from weft.errors import RequestError
 from weft.serve.checker import Checker
-from weft.serve.choices import Choice, ForcedCall, ForcedCalls
+from weft.serve.choices import Choice
 from weft.serve.client import Prompt
 from weft.serve.errors import ApiError
 from weft.serve.fields import MOST_PROMPTS, MOST_STREAMS, ChatBody, CompletionBody, Json, Sampling, TokenizeBody, Wanted
@@ -23,11 +23,10 @@ from weft.serve.infer import TTFT_HEADER, Call
 from weft.serve.messages import Facts
 from weft.serve.responses import ResponsesBody, ResponsesFormat, as_chat
 from weft.serve.texts import Texts
+from weft.serve.tools import Tools
 from weft.text.reasoning import REASONING_PARSERS, make_reasoning_parser, place_of
-from weft.text.tools import ToolParser, make_tool_parser
 
 Ids = list[int]
-MOST_CALLS = 8  # of tools in one reply, where it must consist of calls
 MOST_DESCRIBED = 1_000_000  # log probabilities of prompts in one answer: about 50 MB
 DEFAULT_MAX_TOKENS = 16  # of a text completion, as OpenAI has it; a chat may use all the room there is
 
@@ -117,7 +116,7 @@ class Desk:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if most == 0:
             raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1")
-        tools = _Tools.of(body)
+        tools = Tools.of(body)
         options: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             options.setdefault("reasoning_effort", body.reasoning_effort)
@@ -269,68 +268,6 @@ class Desk:
         return await self.texts.aside(4 * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=True))
 
 
-class _Tools(NamedTuple):
-    """What a chat may call, and whether it must."""
-
-    shown: list[Json] | None  # to the model
-    choice: str  # "none", "auto", "required" or "named"
-    schemas: list[tuple[str, Json]]  # of those that may be called: name and parameters
-    parallel: bool
-
-    @classmethod
-    def of(cls, body: ChatBody) -> "_Tools":
-        schemas = [_function(tool) for tool in body.tools or []]
-        choice: Any = body.tool_choice if body.tool_choice is not None else ("auto" if schemas else "none")
-        if isinstance(choice, dict):
-            named = choice.get("function")
-            name = named.get("name") if isinstance(named, dict) else None
-            schemas = [schema for schema in schemas if schema[0] == name]
-            if not schemas:
-                raise RequestError(f"tool_choice names the function {name!r:.60}, which is not among the tools")
-            choice = "named"
-        elif choice not in ("none", "auto", "required"):
-            raise RequestError(f"tool_choice={choice!r:.60} is unknown: choose none, auto, required or a function")
-        if choice == "required" and not schemas:
-            raise RequestError("tool_choice=required needs tools to choose from")
-        return cls(body.tools or None, choice, schemas, body.parallel_tool_calls is not False)
-
-    def structure(self) -> StructuredOutputs | None:
-        """What the reply is held to where it must be a call."""
-        if self.choice == "named":
-            return StructuredOutputs(json={**self.schemas[0][1], **_GUIDANCE})
-        if self.choice == "required":
-            # Each tool's schema in a place of its own, so that what it refers to stays within it.
-            places = [f"#/$defs/{number}" for number in range(len(self.schemas))]
-            calls = [
-                {
-                    "type": "object",
-                    "properties": {"name": {"const": name}, "arguments": {"$ref": place}},
-                    "required": ["name", "arguments"],
-                    "additionalProperties": False,
-                }
-                for (name, _), place in zip(self.schemas, places, strict=True)
-            ]
-            defs = {
-                str(number): _moved(schema, place)
-                for number, ((_, schema), place) in enumerate(zip(self.schemas, places, strict=True))
-            }
-            items = calls[0] if len(calls) == 1 else {"anyOf": calls}
-            most = MOST_CALLS if self.parallel else 1
-            form = {"type": "array", "items": items, "minItems": 1, "maxItems": most, "$defs": defs}
-            return StructuredOutputs(json={**form, **_GUIDANCE})
-        return None
-
-    def parser(self, own: str | None) -> ToolParser | ForcedCall | ForcedCalls | None:
-        """`own` is the format that the model writes calls in by itself."""
-        if self.choice == "named":
-            return ForcedCall(self.schemas[0][0])
-        if self.choice == "required":
-            return ForcedCalls()
-        if self.choice == "auto" and self.schemas and own is not None:
-            return make_tool_parser(own, [name for name, _ in self.schemas])
-        return None
-
-
 def _text_of(message: Json) -> str:
     """What a message says, where it says it in parts as well."""
     content = message.get("content")
@@ -338,35 +275,6 @@ def _text_of(message: Json) -> str:
         parts = [part.get("text") for part in content if isinstance(part, dict)]
         return "".join(part for part in parts if isinstance(part, str))
     return content if isinstance(content, str) else ""
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that lies at `place` within another: references to its root are references to there."""
-    if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {name: _moved(value, place) for name, value in schema.items()}
-    if isinstance(target := moved.get("$ref"), str) and target.startswith("#"):
-        moved["$ref"] = place + target[1:]
-    return moved
-
-
-# White space is for people, and nobody sees this. What a schema says that cannot be held to is left to the model: tools
-# come with all kinds of schemas, and few clients can change them.
-_GUIDANCE = {"x-guidance": {"whitespace_flexible": False, "lenient": True}}
-
-
-def _function(tool: Json) -> tuple[str, Json]:
-    function = tool.get("function")
-    if tool.get("type", "function") != "function" or not isinstance(function, dict):
-        raise RequestError(f'tools must be objects like {{"type": "function", "function": ...}}, not {tool!r:.80}')
-    name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not name:
-        raise RequestError("tools: every function needs a name")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise RequestError(f"tools: the parameters of {name!r:.60} must be a JSON schema, an object")
-    return name, parameters or {"type": "object", "properties": {}}
 
 
 def _wishes(body: Sampling, caller: Caller, facts: Facts) -> Wishes:
