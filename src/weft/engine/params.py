@@ -25,7 +25,9 @@ class StructuredOutputs:
     Whether the schema, regex or grammar is a good one is not found out here: see `weft.engine.structured`.
     """
 
-    json: str | dict[str, Any] | None = None  # a JSON schema; a keyword that cannot be kept to is an error
+    json: str | dict[str, Any] | None = (
+        None  # a JSON schema, its objects closed; a keyword that cannot be kept to is an error
+    )
     json_object: bool = False  # any JSON object
     regex: str | None = None  # matches the whole output; as in Rust: no look-around, no back-references
     choice: Sequence[str] | None = None  # one of these texts

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.engine.params import StructuredOutputs, Thoughts
+from weft.engine.schemas import closed
 from weft.errors import RequestError
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def _source(structure: StructuredOutputs) -> str:
             # Parsed in any case: llguidance pastes the text of a schema into its own notation as it is.
             schema = json.loads(structure.json) if isinstance(structure.json, str) else structure.json
             _check_counts(schema)
-            return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            return json.dumps(closed(schema), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (ValueError, TypeError, RecursionError) as error:
             raise _refusal("json", f"it is not JSON ({error})") from None
     if structure.choice is not None:

@@ -139,9 +139,7 @@ class Desk:
         if body.logprobs:
             special["logprobs"] = body.top_logprobs or 0
         if (structure := tools.structure()) is not None:
-            if params_of(body, self.defaults).structured_outputs is not None:
-                raise RequestError("tool_choice asks for a structure, and so does another field: give one")
-            special["structured_outputs"] = structure
+            special["structured_outputs"] = structure  # over response_format: a call that is asked for comes
         begun = _text_of(body.messages[-1]) if continues else None
         params = self._behind_thoughts(params_of(body, self.defaults, **special), end, begun)
         format = format or ChatFormat(
@@ -153,6 +151,7 @@ class Desk:
             prompt=ids,
             prompt_logprobs=body.prompt_logprobs is not None,
             reasoning=body.include_reasoning is not False,
+            legacy=tools.legacy,
         )
         choices = []
         for index in range(params.n):

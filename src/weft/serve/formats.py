@@ -106,12 +106,14 @@ class ChatFormat(_Base):
         prompt: Sequence[int],
         prompt_logprobs: bool,
         reasoning: bool = True,
+        legacy: bool = False,
     ) -> None:
         super().__init__(id, model, tokenizer, token_ids=token_ids)
         self.logprobs = logprobs
         self.prompt = prompt
         self.prompt_logprobs = prompt_logprobs
         self.reasoning = reasoning  # whether thoughts are shown
+        self.legacy = legacy  # a call is shown as function_call
         self._is_plain = not (logprobs or token_ids)
 
     def opening(self, choice: Choice, extras: Json) -> bytes:
@@ -127,9 +129,14 @@ class ChatFormat(_Base):
             delta["reasoning_content"] = delta["reasoning"] = reasoning  # the older name and vLLM's newer one
         if text:
             delta["content"] = text
-        if calls:
+        if calls and self.legacy:
+            delta["function_call"] = _call(0, None, calls[0].name, "".join(call.arguments for call in calls))[
+                "function"
+            ]
+        elif calls:
             delta["tool_calls"] = [_call(call.index, call.id, call.name, call.arguments) for call in calls]
-        shown: Json = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        finish = None if reason is None else self._finish(choice)
+        shown: Json = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": finish}
         if self.logprobs and piece.logprobs is not None:
             shown["logprobs"] = {"content": [self._logprob(piece.logprobs)], "refusal": None}
         if reason is not None and choice.stop_reason is not None:
@@ -148,8 +155,11 @@ class ChatFormat(_Base):
         if choice.reasoning and self.reasoning:
             message["reasoning_content"] = message["reasoning"] = choice.reasoning
         if choice.calls:
-            message["tool_calls"] = choice.calls
             message["content"] = choice.text or None
+            if self.legacy:
+                message["function_call"] = choice.calls[0]["function"]
+            else:
+                message["tool_calls"] = choice.calls
         logprobs = None
         if self.logprobs:
             logprobs = {"content": [self._logprob(found) for found in choice.logprobs], "refusal": None}
@@ -157,10 +167,15 @@ class ChatFormat(_Base):
             "index": choice.index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": choice.reason,
+            "finish_reason": self._finish(choice),
             "stop_reason": choice.stop_reason,
         }
         return {**shown, "token_ids": choice.tokens} if self.token_ids else shown
+
+    def _finish(self, choice: Choice) -> str | None:
+        if self.legacy and choice.calls and choice.reason in ("stop", "tool_calls"):
+            return "function_call"
+        return choice.reason
 
     def _about_prompt(self, choice: Choice) -> Json:
         about: Json = {}

@@ -115,7 +115,8 @@ def _check_arguments(messages: list[dict[str, Any]]) -> None:
 def _arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:
     for message in messages:
         calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
+        old = {"function": message.get("function_call")}
+        for call in (old, *calls) if isinstance(calls, list) else (old,):
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
                 yield text.encode(errors="replace")

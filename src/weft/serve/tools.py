@@ -18,23 +18,42 @@ class Tools(NamedTuple):
     choice: str  # "none", "auto", "required" or "named"
     schemas: list[tuple[str, Json]]  # of those that may be called: name and parameters
     parallel: bool
+    legacy: bool = False  # asked for as functions and function_call, and answered in these words
 
     @classmethod
     def of(cls, body: ChatBody) -> "Tools":
-        schemas = [_function(tool) for tool in body.tools or []]
+        if body.functions is not None or body.function_call is not None:
+            return cls._of_functions(body)
+        shown = body.tools or []
+        schemas = [_function(tool) for tool in shown]
         choice: Any = body.tool_choice if body.tool_choice is not None else ("auto" if schemas else "none")
-        if isinstance(choice, dict):
-            named = choice.get("function")
-            name = named.get("name") if isinstance(named, dict) else None
-            schemas = [schema for schema in schemas if schema[0] == name]
-            if not schemas:
-                raise RequestError(f"tool_choice names the function {name!r:.60}, which is not among the tools")
-            choice = "named"
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            choice, names = _allowed(choice, [name for name, _ in schemas])
+            shown = [tool for tool, (name, _) in zip(shown, schemas, strict=True) if name in names]
+            schemas = [schema for schema in schemas if schema[0] in names]
+        elif isinstance(choice, dict):
+            choice, schemas = "named", [_named(choice.get("function"), schemas, "tool_choice")]
         elif choice not in ("none", "auto", "required"):
-            raise RequestError(f"tool_choice={choice!r:.60} is unknown: choose none, auto, required or a function")
+            raise RequestError(
+                f"tool_choice={choice!r:.60} is unknown: choose none, auto, required, a function or allowed_tools"
+            )
         if choice == "required" and not schemas:
             raise RequestError("tool_choice=required needs tools to choose from")
-        return cls(body.tools or None, choice, schemas, body.parallel_tool_calls is not False)
+        return cls(shown or None, choice, schemas, body.parallel_tool_calls is not False)
+
+    @classmethod
+    def _of_functions(cls, body: ChatBody) -> "Tools":
+        """The older form of the same wish, in which a reply has one call at most."""
+        if body.tools is not None or body.tool_choice is not None:
+            raise RequestError("functions: the older form of tools cannot stand beside tools; give one of them")
+        shown = [{"type": "function", "function": function} for function in body.functions or []]
+        schemas = [_function(tool) for tool in shown]
+        choice: Any = body.function_call if body.function_call is not None else ("auto" if schemas else "none")
+        if isinstance(choice, dict):
+            choice, schemas = "named", [_named(choice, schemas, "function_call")]
+        elif choice not in ("none", "auto"):
+            raise RequestError(f"function_call={choice!r:.60} is unknown: choose none, auto or a function")
+        return cls(shown or None, choice, schemas, parallel=False, legacy=True)
 
     def structure(self) -> StructuredOutputs | None:
         """What the reply is held to where it must be a call."""
@@ -71,6 +90,34 @@ class Tools(NamedTuple):
         if self.choice == "auto" and self.schemas and own is not None:
             return make_tool_parser(own, [name for name, _ in self.schemas])
         return None
+
+
+def _named(choice: Any, schemas: list[tuple[str, Json]], field: str) -> tuple[str, Json]:
+    """The function that a choice names, of those that were given."""
+    name = choice.get("name") if isinstance(choice, dict) else None
+    for schema in schemas:
+        if schema[0] == name:
+            return schema
+    raise RequestError(f"{field} names the function {name!r:.60}, which is not among the tools")
+
+
+def _allowed(choice: Json, known: list[str]) -> tuple[str, set[str]]:
+    """The mode and the names of an allowed_tools choice, in the form of chats or in that of responses."""
+    wish = choice.get("allowed_tools", choice)
+    wish = wish if isinstance(wish, dict) else {}
+    mode, tools = wish.get("mode", "auto"), wish.get("tools")
+    if mode not in ("auto", "required"):
+        raise RequestError(f"tool_choice: allowed_tools has the mode {mode!r:.60}: choose auto or required")
+    if not isinstance(tools, list) or not tools:
+        raise RequestError("tool_choice: allowed_tools needs a list of tools, with one tool at least")
+    names = set()
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in known:
+            raise RequestError(f"tool_choice names the function {name!r:.60}, which is not among the tools")
+        names.add(name)
+    return mode, names
 
 
 def _moved(schema: Any, place: str) -> Any:
