@@ -18,6 +18,15 @@ class Thoughts(NamedTuple):
     open: bool  # whether the prompt has the first tag; else the model may think, or not
 
 
+class Calls(NamedTuple):
+    """How a model calls tools by itself: JSON between marks."""
+
+    schema: dict[str, Any]  # of what is between
+    start: str = ""
+    end: str = ""
+    many: bool = False  # several may follow each other
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """The form that an output must have, up to its end of text. Exactly one is given.
@@ -33,6 +42,7 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None  # one of these texts
     grammar: str | None = None  # Lark, in llguidance's dialect; or GBNF, which has a rule `root ::= ...`
     behind: Thoughts | None = None  # it begins behind these, in which anything may be
+    calls: Calls | None = None  # the output may consist of these instead
 
     def __post_init__(self) -> None:
         names = _forms()
@@ -72,7 +82,7 @@ class StructuredOutputs:
 
 
 def _forms() -> list[str]:
-    return [field.name for field in fields(StructuredOutputs) if field.name != "behind"]
+    return [field.name for field in fields(StructuredOutputs) if field.name not in ("behind", "calls")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,7 +141,8 @@ class Desk:
         if (structure := tools.structure()) is not None:
             special["structured_outputs"] = structure  # over response_format: a call that is asked for comes
         begun = _text_of(body.messages[-1]) if continues else None
-        params = self._behind_thoughts(params_of(body, self.defaults, **special), end, begun)
+        params = self._or_calls(params_of(body, self.defaults, **special), tools)
+        params = self._behind_thoughts(params, end, begun)
         format = format or ChatFormat(
             f"chatcmpl-{caller.request_id}",
             self.model,
@@ -163,6 +164,13 @@ class Desk:
             choice = Choice(index, self.texts.tokenizer, ids, params, reasoning=reasoning, tools=parser, single=single)
             choices.append(choice)
         return await self._call(body, caller, facts, [ids], params, choices, format)
+
+    def _or_calls(self, params: SamplingParams, tools: Tools) -> SamplingParams:
+        """Where a form is asked for and tools may be called, the reply is either of them from its first token."""
+        calls = tools.calls(self.tool_parser, self.texts.template.source)
+        if params.structured_outputs is None or calls is None:
+            return params
+        return replace(params, structured_outputs=replace(params.structured_outputs, calls=calls))
 
     def _behind_thoughts(self, params: SamplingParams, prompt_end: str, begun: str | None) -> SamplingParams:
         """A model that thinks does so before it is held to a structure."""

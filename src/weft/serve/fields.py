@@ -185,7 +185,7 @@ def _structure(body: Sampling) -> StructuredOutputs | None:
             found.append({name: value})
     if body.structured_outputs is not None:
         wish = body.structured_outputs
-        found.append({name: wish[name] for name in wish if name != "behind" and wish[name] is not None})
+        found.append({name: wish[name] for name in wish if name not in ("behind", "calls") and wish[name] is not None})
     if len(found) > 1:
         raise RequestError("response_format, structured_outputs and guided_... each ask for a structure: give one")
     if not found:

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from weft.engine.params import StructuredOutputs
+from weft.engine.params import Calls, StructuredOutputs
 from weft.errors import RequestError
 from weft.serve.choices import ForcedCall, ForcedCalls
 from weft.serve.fields import ChatBody, Json
@@ -60,26 +60,47 @@ class Tools(NamedTuple):
         if self.choice == "named":
             return StructuredOutputs(json={**self.schemas[0][1], **_GUIDANCE})
         if self.choice == "required":
-            # Each tool's schema in a place of its own, so that what it refers to stays within it.
-            places = [f"#/$defs/{number}" for number in range(len(self.schemas))]
-            calls = [
-                {
-                    "type": "object",
-                    "properties": {"name": {"const": name}, "arguments": {"$ref": place}},
-                    "required": ["name", "arguments"],
-                    "additionalProperties": False,
-                }
-                for (name, _), place in zip(self.schemas, places, strict=True)
-            ]
-            defs = {
-                str(number): _moved(schema, place)
-                for number, ((_, schema), place) in enumerate(zip(self.schemas, places, strict=True))
-            }
-            items = calls[0] if len(calls) == 1 else {"anyOf": calls}
             most = MOST_CALLS if self.parallel else 1
-            form = {"type": "array", "items": items, "minItems": 1, "maxItems": most, "$defs": defs}
-            return StructuredOutputs(json={**form, **_GUIDANCE})
+            return StructuredOutputs(json={**self._list("arguments", most), **_GUIDANCE})
         return None
+
+    def calls(self, own: str | None, template: str) -> Calls | None:
+        """What calls look like where the model may write them by itself, in the format `own`, beside another form."""
+        if self.choice != "auto" or not self.schemas or own is None:
+            return None
+        if own == "hermes":
+            return Calls({**self._one("arguments"), **_LENIENT}, "<tool_call>", "</tool_call>", self.parallel)
+        if own == "llama3_json":
+            return Calls({**self._one("parameters"), **_LENIENT})
+        if own == "mistral" and "[ARGS]" not in template:  # models that write NAME[ARGS]{...} cannot be held to this
+            most = MOST_CALLS if self.parallel else 1
+            return Calls({**self._list("arguments", most), **_LENIENT}, "[TOOL_CALLS]")
+        return None
+
+    def _list(self, arguments: str, most: int) -> Json:
+        """The schema of a list of calls."""
+        one = self._one(arguments)
+        defs = one.pop("$defs")
+        return {"type": "array", "items": one, "minItems": 1, "maxItems": most, "$defs": defs}
+
+    def _one(self, arguments: str) -> Json:
+        """The schema of a call, which has its arguments under this name."""
+        # Each tool's schema in a place of its own, so that what it refers to stays within it.
+        places = [f"#/$defs/{number}" for number in range(len(self.schemas))]
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, arguments: {"$ref": place}},
+                "required": ["name", arguments],
+                "additionalProperties": False,
+            }
+            for (name, _), place in zip(self.schemas, places, strict=True)
+        ]
+        defs = {
+            str(number): _moved(schema, place)
+            for number, ((_, schema), place) in enumerate(zip(self.schemas, places, strict=True))
+        }
+        return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": defs}
 
     def parser(self, own: str | None) -> ToolParser | ForcedCall | ForcedCalls | None:
         """`own` is the format that the model writes calls in by itself."""
@@ -135,6 +156,7 @@ def _moved(schema: Any, place: str) -> Any:
 # White space is for people, and nobody sees this. What a schema says that cannot be held to is left to the model: tools
 # come with all kinds of schemas, and few clients can change them.
 _GUIDANCE = {"x-guidance": {"whitespace_flexible": False, "lenient": True}}
+_LENIENT = {"x-guidance": {"lenient": True}}
 
 
 def _function(tool: Json) -> tuple[str, Json]:
