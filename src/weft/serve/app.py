@@ -24,10 +24,12 @@ from weft.serve.errors import ApiError, of_json, of_request
 from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, wanted
 from weft.serve.gate import Bodies, Gate, Keys, Limits, answer
 from weft.serve.infer import Call, Gone, Presence, finite, respond
-from weft.serve.log import Sparing
+from weft.serve.known import HEADER as IGNORED_HEADER
+from weft.serve.known import NAMES, ignored, told
+from weft.serve.log import Sparing, Unknown
 from weft.serve.messages import Facts
 from weft.serve.openapi import description
-from weft.serve.parsing import QUICK, parse
+from weft.serve.parsing import QUICK, parse_all
 from weft.serve.responses import ResponsesBody
 from weft.serve.settings import ServeOptions
 from weft.serve.turns import Turns
@@ -57,6 +59,7 @@ class Server:
     collector: Collector = field(default_factory=Collector)
     turns: Turns = field(default_factory=Turns)
     log: Sparing = field(default_factory=Sparing)
+    unknown: Unknown = field(default_factory=Unknown)
     resets: Counter[str] = field(default_factory=Counter)  # of the prefix cache, by tenant
     quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and none is active
 
@@ -185,9 +188,14 @@ class Server:
         facts: Facts,
     ) -> tuple[B, Call]:
         await self.turns.wait()
-        body = await self._parse(data, kind)
+        body, others = await self._parse_all(data, kind)
         self._check_model(body.model)  # type: ignore[attr-defined]
-        return body, await check(body, caller, facts)
+        names = ignored(others) if others else []
+        call = await check(body, caller, facts)
+        if names:
+            self.unknown.note(names)
+            call.headers.append((IGNORED_HEADER, told(names)))
+        return body, call
 
     def _trace(self, done: RequestDone | None, call: Call, body: Any, scope: Scope) -> None:
         if self.tracer is None or done is None:
@@ -231,10 +239,14 @@ class Server:
         return facts
 
     async def _parse(self, data: bytes, kind: type[B]) -> B:
+        return (await self._parse_all(data, kind))[0]
+
+    async def _parse_all(self, data: bytes, kind: type[B]) -> tuple[B, dict[str, bytes]]:
+        """A body, and the fields that its kind does not have."""
         try:
             if len(data) <= QUICK:
-                return parse(data, kind)
-            return await self.desk.texts.aside(len(data), lambda: parse(data, kind))
+                return parse_all(data, kind, NAMES)
+            return await self.desk.texts.aside(len(data), lambda: parse_all(data, kind, NAMES))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise of_json(error) from None
 

@@ -65,9 +65,9 @@ class Desk:
         generates = body.max_tokens != 0
         if not generates and not body.echo:
             raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1, or echo must be true")
-        keeps = max(0, body.truncate_prompt_tokens or 0)
-        prompts = await self._read(body.prompt, body.add_special_tokens is not False, sampled, facts, keeps)
-        prompts = [_truncated(ids, body) for ids in prompts]
+        keeps = _kept(body, body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS, facts)
+        prompts = await self._read(body, sampled, facts, keeps)
+        prompts = [_truncated(ids, body, keeps) for ids in prompts]
         describes = body.logprobs if body.echo else None  # also the prompt's tokens
         params = params_of(
             body,
@@ -84,6 +84,7 @@ class Desk:
             self.texts.tokenizer,
             logprobs=body.logprobs,
             token_ids=bool(body.return_token_ids),
+            names_ids=bool(body.return_tokens_as_token_ids),
             prompts=echoed,
             per_prompt=sampled,
             echo=bool(body.echo),
@@ -117,6 +118,7 @@ class Desk:
         if most == 0:
             raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1")
         tools = Tools.of(body)
+        keeps = _kept(body, most, facts)
         options: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             options.setdefault("reasoning_effort", body.reasoning_effort)
@@ -132,9 +134,9 @@ class Desk:
                 "add_generation_prompt": body.add_generation_prompt is not False and not continues,
             },
             continues=continues,
-            most=None if body.truncate_prompt_tokens else facts.max_model_len,
+            most=None if keeps else facts.max_model_len,
         )
-        ids = _truncated(ids, body)
+        ids = _truncated(ids, body, keeps)
         special: dict[str, Any] = {"max_tokens": most, "logprobs": None}
         if body.logprobs:
             special["logprobs"] = body.top_logprobs or 0
@@ -149,6 +151,7 @@ class Desk:
             self.texts.tokenizer,
             logprobs=bool(body.logprobs),
             token_ids=bool(body.return_token_ids),
+            names_ids=bool(body.return_tokens_as_token_ids),
             prompt=ids,
             prompt_logprobs=body.prompt_logprobs is not None,
             reasoning=body.include_reasoning is not False,
@@ -235,10 +238,9 @@ class Desk:
             headers=_promised(promise),
         )
 
-    async def _read(
-        self, prompt: str | list[Any], add_special_tokens: bool, n: int, facts: Facts, keeps: int
-    ) -> list[Ids]:
+    async def _read(self, body: CompletionBody, n: int, facts: Facts, keeps: int) -> list[Ids]:
         """The prompts of a completion: text, token ids, or a list of either."""
+        prompt = body.prompt
         every = [prompt] if isinstance(prompt, str) or (prompt and _is_number(prompt[0])) else prompt
         if not every:
             raise RequestError("prompt is empty: at least one token is needed to predict the next one")
@@ -247,16 +249,17 @@ class Desk:
                 f"prompt: {len(every)} prompts with n={n} are too many at once: at most {MOST_PROMPTS} prompts and "
                 f"{MOST_STREAMS} completions fit into one request"
             )
-        return [await self._ids(one, add_special_tokens, facts, keeps) for one in every]
+        return [await self._ids(one, body, facts, keeps) for one in every]
 
-    async def _ids(self, prompt: Any, add_special_tokens: bool, facts: Facts, keeps: int) -> Ids:
+    async def _ids(self, prompt: Any, body: CompletionBody, facts: Facts, keeps: int) -> Ids:
         if isinstance(prompt, str):
-            ids = await self.texts.encode(prompt, add_special_tokens, None if keeps else facts.max_model_len)
+            most = None if keeps else facts.max_model_len
+            ids = await self.texts.encode(prompt, body.add_special_tokens is not False, most)
             if not ids:
                 raise RequestError("prompt is empty: at least one token is needed to predict the next one")
             return ids
         elif isinstance(prompt, list) and keeps and len(prompt) > keeps:
-            return await self._ids(prompt[-keeps:], add_special_tokens, facts, keeps)
+            return await self._ids(_truncated(prompt, body, keeps), body, facts, keeps)
         elif isinstance(prompt, list) and len(prompt) >= facts.max_model_len:
             raise _too_long(len(prompt), None, facts)  # before a million tokens are looked at
         elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # not bool, which is an int as well
@@ -305,10 +308,23 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 
 
-def _truncated(ids: Ids, body: Sampling) -> Ids:
-    """The end of a prompt, where that is what the client wants."""
+def _kept(body: Sampling, max_tokens: int | None, facts: Facts) -> int:
+    """How many tokens of a prompt are kept at most; 0: all."""
     most = body.truncate_prompt_tokens
-    return ids if most is None or most < 1 else ids[-most:]
+    if most is None:
+        return 0
+    if most == -1:
+        return max(1, facts.max_model_len - max(1, max_tokens or 1))
+    if most < 1:
+        raise RequestError(f"truncate_prompt_tokens={most} must be at least 1, or -1 for all that there is room for")
+    return most
+
+
+def _truncated(ids: Ids, body: Sampling, keeps: int) -> Ids:
+    """A part of a prompt, where that is what the client wants."""
+    if not keeps:
+        return ids
+    return ids[:keeps] if body.truncation_side == "right" else ids[-keeps:]
 
 
 def _says_length(body: Sampling) -> bool:

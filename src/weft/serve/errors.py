@@ -21,7 +21,7 @@ _TYPES = {
     503: "overloaded_error",
 }
 # Errors of weft name the field first: "temperature=7 is out of range: ...", "max_tokens: ...".
-_FIELD = re.compile(r"([a-z_]+)(?:\[[^\]]*\])?(?:=|:| must| is| names| needs)")
+_FIELD = re.compile(r"([a-z_]+)(?:\[[^\]]*\])?(?:=|:| (?:must|is|are|has|names|needs|cannot|asks)\b)")
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
