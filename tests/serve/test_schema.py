@@ -11,9 +11,11 @@ EXAMPLES = 30  # for each operation, of valid and of broken requests
 PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/chat/completions/render",
     "/v1/responses",
     "/tokenize",
     "/detokenize",
+    "/tokenizer_info",
     "/v1/models",
     "/health",
 )

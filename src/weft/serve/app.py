@@ -107,12 +107,20 @@ class Server:
     def _table(self) -> list[tuple[str, str, Handler]]:
         return [
             ("/v1/models", "GET", self.models),
+            ("/v1/models/", "GET", self.models),
             ("/v1/models/{name:path}", "GET", self.model),
             ("/v1/completions", "POST", self.completions),
             ("/v1/chat/completions", "POST", self.chat),
+            ("/v1/chat/completions/render", "POST", self.render_chat),
             ("/v1/responses", "POST", self.responses),
+            # The same for clients whose base URL has no /v1, as llama.cpp has it.
+            ("/models", "GET", self.models),
+            ("/completions", "POST", self.completions),
+            ("/chat/completions", "POST", self.chat),
+            ("/responses", "POST", self.responses),
             ("/tokenize", "POST", self.tokenize),
             ("/detokenize", "POST", self.detokenize),
+            ("/tokenizer_info", "GET", self.tokenizer_info),
             ("/health", "GET", self.health),
             ("/ready", "GET", self.ready),
             ("/ping", "GET", self.health),
@@ -303,9 +311,26 @@ class Server:
         found: dict[str, Any] = {"count": len(ids), "max_model_len": facts and facts.max_model_len, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = await self.desk.texts.aside(
-                len(ids), lambda: [tokenizer.token_text(token) for token in ids]
+                len(ids), lambda: [tokenizer.token_piece(token) for token in ids]
             )
         await answer(send, 200, found)
+
+    async def render_chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The prompt that a chat would send to the model, as text and as token ids."""
+        facts = self._facts()
+        with self._counted(scope["tenant"]):
+            body, size = await self._body(scope, receive, ChatBody)
+            self._check_model(body.model)
+            try:
+                text, ids = await self.desk.rendered(body, size, facts)
+            except RequestError as error:
+                raise of_request(error) from None
+        shown = {"prompt": text, "prompt_token_ids": ids, "count": len(ids), "max_model_len": facts.max_model_len}
+        await answer(send, 200, shown)
+
+    async def tokenizer_info(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The model's tokenizer_config.json, with the chat template that is in use."""
+        await answer(send, 200, await self.desk.texts.info())
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._counted(scope["tenant"]):

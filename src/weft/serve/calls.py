@@ -10,13 +10,23 @@ import numpy as np
 from weft.core import Promise
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
-from weft.engine.params import SamplingParams, Thoughts
+from weft.engine.params import SamplingParams, StructuredOutputs, Thoughts
 from weft.errors import RequestError
 from weft.serve.checker import Checker
 from weft.serve.choices import Choice
 from weft.serve.client import Prompt
 from weft.serve.errors import ApiError
-from weft.serve.fields import MOST_PROMPTS, MOST_STREAMS, ChatBody, CompletionBody, Json, Sampling, TokenizeBody, Wanted
+from weft.serve.fields import (
+    MOST_PROMPTS,
+    MOST_STREAMS,
+    ChatBody,
+    CompletionBody,
+    Json,
+    Sampling,
+    TokenizeBody,
+    Wanted,
+    structure_field,
+)
 from weft.serve.fields import sampling_params as params_of
 from weft.serve.formats import ChatFormat, CompletionFormat, Format
 from weft.serve.infer import TTFT_HEADER, Call
@@ -28,6 +38,7 @@ from weft.text.reasoning import REASONING_PARSERS, make_reasoning_parser, place_
 
 Ids = list[int]
 MOST_DESCRIBED = 1_000_000  # log probabilities of prompts in one answer: about 50 MB
+NOT_PROMISED = (b"x-slo-promise", b"not promised")  # where x-slo headers came to a server without targets
 DEFAULT_MAX_TOKENS = 16  # of a text completion, as OpenAI has it; a chat may use all the room there is
 
 
@@ -52,6 +63,7 @@ class Desk:
     tool_parser: str | None
     reasoning_parser: str | None
     checker: Checker
+    fingerprint: str | None = None  # of the model, its options and the version of weft
 
     async def completion(self, body: CompletionBody, caller: Caller, facts: Facts) -> Call:
         if body.suffix:
@@ -85,6 +97,7 @@ class Desk:
             logprobs=body.logprobs,
             token_ids=bool(body.return_token_ids),
             names_ids=bool(body.return_tokens_as_token_ids),
+            fingerprint=self.fingerprint,
             prompts=echoed,
             per_prompt=sampled,
             echo=bool(body.echo),
@@ -118,32 +131,15 @@ class Desk:
         if most == 0:
             raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1")
         tools = Tools.of(body)
-        keeps = _kept(body, most, facts)
-        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            options.setdefault("reasoning_effort", body.reasoning_effort)
-            options.setdefault("enable_thinking", body.reasoning_effort != "none")
-        continues = bool(body.continue_final_message)
-        ids, end = await self.texts.encode_chat(
-            body.messages,
-            caller.size,
-            {
-                **options,
-                "tools": tools.shown,
-                "documents": body.documents,
-                "add_generation_prompt": body.add_generation_prompt is not False and not continues,
-            },
-            continues=continues,
-            most=None if keeps else facts.max_model_len,
-        )
-        ids = _truncated(ids, body, keeps)
+        ids, text = await self._chat_prompt(body, caller.size, tools, most, facts)
         special: dict[str, Any] = {"max_tokens": most, "logprobs": None}
         if body.logprobs:
             special["logprobs"] = body.top_logprobs or 0
         if (structure := tools.structure()) is not None:
             special["structured_outputs"] = structure  # over response_format: a call that is asked for comes
-        begun = _text_of(body.messages[-1]) if continues else None
+        begun = _text_of(body.messages[-1]) if body.continue_final_message else None
         params = self._or_calls(params_of(body, self.defaults, **special), tools)
+        end = text[-32:]
         params = self._behind_thoughts(params, end, begun)
         format = format or ChatFormat(
             f"chatcmpl-{caller.request_id}",
@@ -152,6 +148,7 @@ class Desk:
             logprobs=bool(body.logprobs),
             token_ids=bool(body.return_token_ids),
             names_ids=bool(body.return_tokens_as_token_ids),
+            fingerprint=self.fingerprint,
             prompt=ids,
             prompt_logprobs=body.prompt_logprobs is not None,
             reasoning=body.include_reasoning is not False,
@@ -167,6 +164,36 @@ class Desk:
             choice = Choice(index, self.texts.tokenizer, ids, params, reasoning=reasoning, tools=parser, single=single)
             choices.append(choice)
         return await self._call(body, caller, facts, [ids], params, choices, format)
+
+    async def rendered(self, body: ChatBody, size: int, facts: Facts) -> tuple[str, Ids]:
+        """The prompt of a chat, as text and as token ids; `size` as in Caller."""
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        ids, text = await self._chat_prompt(body, size, Tools.of(body), most, facts)
+        return (text if body.truncate_prompt_tokens is None else await self._text(ids, special=True)), ids
+
+    async def _chat_prompt(
+        self, body: ChatBody, size: int, tools: Tools, max_tokens: int | None, facts: Facts
+    ) -> tuple[Ids, str]:
+        """Token ids, and the text before it was truncated."""
+        keeps = _kept(body, max_tokens, facts)
+        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            options.setdefault("reasoning_effort", body.reasoning_effort)
+            options.setdefault("enable_thinking", body.reasoning_effort != "none")
+        continues = _continues(body)
+        ids, text = await self.texts.encode_chat(
+            body.messages,
+            size,
+            {
+                **options,
+                "tools": tools.shown,
+                "documents": body.documents,
+                "add_generation_prompt": body.add_generation_prompt is not False and not continues,
+            },
+            continues=continues,
+            most=None if keeps else facts.max_model_len,
+        )
+        return _truncated(ids, body, keeps), text
 
     def _or_calls(self, params: SamplingParams, tools: Tools) -> SamplingParams:
         """Where a form is asked for and tools may be called, the reply is either of them from its first token."""
@@ -189,7 +216,7 @@ class Desk:
     async def chat_ids(self, body: TokenizeBody, size: int) -> Ids:
         """What a chat with these messages would send to the model; `size` as in Caller."""
         messages, options = body.messages or [], dict(body.chat_template_kwargs or {})
-        continues = bool(body.continue_final_message)
+        continues = _continues(body)
         options.update(
             tools=body.tools, add_generation_prompt=body.add_generation_prompt is not False and not continues
         )
@@ -210,10 +237,10 @@ class Desk:
                 "stop: the model has no tokenizer.json, so there is no text to look at: use stop_token_ids"
             )
         if params.structured_outputs is not None:
-            await self.checker.check(params.structured_outputs)
+            await self._check_structure(body, params.structured_outputs)
         params.check_vocabulary(facts.vocab_size)
         for ids in prompts:
-            _check_length(len(ids), params.max_tokens if _says_length(body) else None, facts)
+            _check_length(len(ids), params.max_tokens if _says_length(body) else None, facts, _prompt_field(body))
         wishes = _wishes(body, caller, facts)
         salt = caller.salt + (body.cache_salt or "")
         engine_params = replace(params, stop=None)  # stop strings are noticed on this side
@@ -235,8 +262,14 @@ class Desk:
             includes_usage=body.includes_usage,
             counts_always=body.counts_always,
             is_described=params.logprobs is not None or params.prompt_logprobs is not None,
-            headers=_promised(promise),
+            headers=_promised(promise) if facts.has_targets or not any(caller.wanted) else [NOT_PROMISED],
         )
+
+    async def _check_structure(self, body: Sampling, structure: StructuredOutputs) -> None:
+        try:
+            await self.checker.check(structure)
+        except RequestError as error:
+            raise ApiError(400, str(error), param=structure_field(body)) from None
 
     async def _read(self, body: CompletionBody, n: int, facts: Facts, keeps: int) -> list[Ids]:
         """The prompts of a completion: text, token ids, or a list of either."""
@@ -261,7 +294,7 @@ class Desk:
         elif isinstance(prompt, list) and keeps and len(prompt) > keeps:
             return await self._ids(_truncated(prompt, body, keeps), body, facts, keeps)
         elif isinstance(prompt, list) and len(prompt) >= facts.max_model_len:
-            raise _too_long(len(prompt), None, facts)  # before a million tokens are looked at
+            raise _too_long(len(prompt), None, facts, "prompt")  # before a million tokens are looked at
         elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # not bool, which is an int as well
             ids = prompt
         else:
@@ -273,9 +306,16 @@ class Desk:
                 raise RequestError(f"prompt names token id {token}, outside 0..{facts.vocab_size - 1}")
         return ids
 
-    async def _text(self, ids: Ids) -> str:
+    async def _text(self, ids: Ids, special: bool = False) -> str:
         tokenizer = self.texts.needed()
-        return await self.texts.aside(4 * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=True))
+        return await self.texts.aside(4 * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=not special))
+
+
+def _continues(body: ChatBody | TokenizeBody) -> bool:
+    """Whether the model writes on in the last message."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError("continue_final_message cannot stand beside add_generation_prompt: set one of them to false")
+    return bool(body.continue_final_message)
 
 
 def _text_of(message: Json) -> str:
@@ -291,9 +331,9 @@ def _wishes(body: Sampling, caller: Caller, facts: Facts) -> Wishes:
     batch = body.service_tier == "flex"
     ttft_ms, gap_ms = caller.wanted
     if batch and (ttft_ms or gap_ms):
-        raise RequestError('service_tier "flex" is promised nothing: leave the x-slo headers out')
-    if not facts.has_targets and (ttft_ms or gap_ms):
-        raise RequestError("x-slo headers: this server keeps no promises (see --policy); leave them out")
+        raise RequestError("service_tier=flex is promised nothing: leave the x-slo headers out")
+    if not facts.has_targets:
+        ttft_ms = gap_ms = None  # the answer's headers say so
     # A client's priority and users order its own requests; among keys, fairness decides.
     return Wishes(0, caller.tenant, body.priority or 0, batch, gap_ms, ttft_ms, body.user or "")
 
@@ -331,9 +371,13 @@ def _says_length(body: Sampling) -> bool:
     return body.max_tokens is not None or getattr(body, "max_completion_tokens", None) is not None
 
 
-def _check_length(prompt_tokens: int, max_tokens: int | None, facts: Facts) -> None:
+def _prompt_field(body: Sampling) -> str:
+    return "messages" if isinstance(body, ChatBody) else "prompt"
+
+
+def _check_length(prompt_tokens: int, max_tokens: int | None, facts: Facts, field: str) -> None:
     if prompt_tokens + (max_tokens or 1) > facts.max_model_len:
-        raise _too_long(prompt_tokens, max_tokens, facts)
+        raise _too_long(prompt_tokens, max_tokens, facts, field)
 
 
 def _check_described(prompts: list[Ids], params: SamplingParams) -> None:
@@ -348,7 +392,7 @@ def _check_described(prompts: list[Ids], params: SamplingParams) -> None:
         )
 
 
-def _too_long(prompt_tokens: int, max_tokens: int | None, facts: Facts) -> ApiError:
+def _too_long(prompt_tokens: int, max_tokens: int | None, facts: Facts, field: str) -> ApiError:
     alone = max_tokens is None or prompt_tokens >= facts.max_model_len
     wanted = f"{prompt_tokens} tokens" if alone else f"{prompt_tokens} tokens and asks for {max_tokens} more"
     # Clients recognise the first sentence, whoever serves.
@@ -356,7 +400,7 @@ def _too_long(prompt_tokens: int, max_tokens: int | None, facts: Facts) -> ApiEr
         400,
         f"This model's maximum context length is {facts.max_model_len} tokens. However, the prompt has {wanted}: "
         "shorten the prompt or lower max_tokens",
-        param=None if alone else "max_tokens",
+        param=field if alone else "max_tokens",
         code="context_length_exceeded",
     )
 

@@ -80,7 +80,8 @@ class Sampling(Struct, kw_only=True):
 
     @property
     def counts_always(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return bool(options and options.continuous_usage_stats and options.include_usage is not False)
 
 
 class CompletionBody(Sampling, kw_only=True):
@@ -136,10 +137,17 @@ class Wanted(NamedTuple):
     gap_ms: float | None
 
 
+TTFT_NAMES = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")  # the first that is given counts
+GAP_NAMES = (b"x-slo-gap-ms", b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
+
+
 def wanted(headers: Mapping[bytes, bytes]) -> Wanted:
-    """x-slo-ttft-ms, and x-slo-gap-ms or x-slo-tpot-ms."""
-    gap, other = _milliseconds(headers, b"x-slo-gap-ms"), _milliseconds(headers, b"x-slo-tpot-ms")
-    return Wanted(_milliseconds(headers, b"x-slo-ttft-ms"), other if gap is None else gap)
+    """What the x-slo headers say, or llm-d's names of them."""
+    ttft, gap = (
+        [value for name in names if (value := _milliseconds(headers, name)) is not None]
+        for names in (TTFT_NAMES, GAP_NAMES)
+    )
+    return Wanted(ttft[0] if ttft else None, gap[0] if gap else None)
 
 
 _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -158,6 +166,8 @@ def _milliseconds(headers: Mapping[bytes, bytes], name: bytes) -> float | None:
 
 def sampling_params(body: Sampling, defaults: SamplingParams, **special: Any) -> SamplingParams:
     """What a body asks for, over the model's recommendation; `special` is what the two kinds do differently."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true: leave it out")
     for name in ("use_beam_search", "bad_words"):
         if getattr(body, name):
             raise RequestError(f"{name} is not supported here: leave it out")
@@ -193,15 +203,14 @@ def _structure(body: Sampling) -> StructuredOutputs | None:
     if body.structured_outputs is not None:
         found.append(_wish(body.structured_outputs))
     if len(found) > 1:
-        every = ("response_format", "structured_outputs", *(field for _, field in _OLDER))
-        first, second, *_ = [name for name in every if getattr(body, name) is not None]
+        first, second, *_ = _structure_fields(body)
         raise ApiError(400, f"{first} and {second} each ask for a structure: give one", param=second)
     if not found:
         return None
     try:
         return msgspec.convert(found[0], StructuredOutputs)
     except msgspec.ValidationError as error:
-        raise ApiError(400, of_json(error).message, param="structured_outputs") from None
+        raise ApiError(400, of_json(error).message, param=structure_field(body)) from None
 
 
 _OLDER = (  # names of what structured_outputs holds, and the fields that held it before
@@ -210,6 +219,16 @@ _OLDER = (  # names of what structured_outputs holds, and the fields that held i
 )
 # What vLLM lets stand beside a form, and has no effect here: objects are closed, and there is one library for all.
 _BESIDE = ("behind", "calls", "disable_fallback", "disable_additional_properties", "_backend", "_backend_was_auto")
+
+
+def structure_field(body: Sampling) -> str:
+    """The field that asks for a structure. Where none does, it is a tool."""
+    return next(iter(_structure_fields(body)), "tools")
+
+
+def _structure_fields(body: Sampling) -> list[str]:
+    every = ("response_format", "structured_outputs", *(field for _, field in _OLDER))
+    return [name for name in every if getattr(body, name) is not None]
 
 
 def _wish(given: Json) -> Json:

@@ -56,12 +56,20 @@ class _Base:
     done = b"data: [DONE]\n\n"
 
     def __init__(
-        self, id: str, model: str, tokenizer: Tokenizer | None, *, token_ids: bool, names_ids: bool = False
+        self,
+        id: str,
+        model: str,
+        tokenizer: Tokenizer | None,
+        *,
+        token_ids: bool,
+        names_ids: bool = False,
+        fingerprint: str | None = None,
     ) -> None:
         self.id = id
         self.model = model
         self.tokenizer = tokenizer
         self.token_ids = token_ids
+        self.fingerprint = fingerprint  # of what computes the answer
         self.names_ids = names_ids  # log probabilities name tokens by their ids
         self.created = int(time.time())
         self._head = b"data: " + to_json(self._envelope(self.kind))[:-1] + b',"choices":[{"index":'
@@ -73,7 +81,13 @@ class _Base:
         return frame(body)
 
     def _envelope(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
 
     def _slow(self, shown: Json, extras: Json) -> bytes:
         return frame({**self._envelope(self.kind), "choices": [shown], **extras})
@@ -107,12 +121,13 @@ class ChatFormat(_Base):
         logprobs: bool,
         token_ids: bool,
         names_ids: bool = False,
+        fingerprint: str | None = None,
         prompt: Sequence[int],
         prompt_logprobs: bool,
         reasoning: bool = True,
         legacy: bool = False,
     ) -> None:
-        super().__init__(id, model, tokenizer, token_ids=token_ids, names_ids=names_ids)
+        super().__init__(id, model, tokenizer, token_ids=token_ids, names_ids=names_ids, fingerprint=fingerprint)
         self.logprobs = logprobs
         self.prompt = prompt
         self.prompt_logprobs = prompt_logprobs
@@ -232,6 +247,7 @@ class CompletionFormat(_Base):
         logprobs: int | None,
         token_ids: bool,
         names_ids: bool = False,
+        fingerprint: str | None = None,
         prompts: Sequence[tuple[Sequence[int], str]],
         per_prompt: int,
         echo: bool,
@@ -240,7 +256,7 @@ class CompletionFormat(_Base):
         generates: bool = True,
     ) -> None:
         """`prompts` as ids and text, each with `per_prompt` choices, of which the likeliest `keeps` are shown."""
-        super().__init__(id, model, tokenizer, token_ids=token_ids, names_ids=names_ids)
+        super().__init__(id, model, tokenizer, token_ids=token_ids, names_ids=names_ids, fingerprint=fingerprint)
         self.logprobs = logprobs
         self.prompts = prompts
         self.per_prompt = per_prompt
