@@ -30,14 +30,13 @@ from weft.serve.fields import (
 from weft.serve.fields import sampling_params as params_of
 from weft.serve.formats import ChatFormat, CompletionFormat, Format
 from weft.serve.infer import TTFT_HEADER, Call
+from weft.serve.lengths import Ids, check_described, check_length, kept, prompt_field, says_length, too_long, truncated
 from weft.serve.messages import Facts
 from weft.serve.responses import ResponsesBody, ResponsesFormat, as_chat
 from weft.serve.texts import Texts
 from weft.serve.tools import Tools
 from weft.text.reasoning import REASONING_PARSERS, make_reasoning_parser, place_of
 
-Ids = list[int]
-MOST_DESCRIBED = 1_000_000  # log probabilities of prompts in one answer: about 50 MB
 NOT_PROMISED = (b"x-slo-promise", b"not promised")  # where x-slo headers came to a server without targets
 DEFAULT_MAX_TOKENS = 16  # of a text completion, as OpenAI has it; a chat may use all the room there is
 
@@ -77,9 +76,9 @@ class Desk:
         generates = body.max_tokens != 0
         if not generates and not body.echo:
             raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1, or echo must be true")
-        keeps = _kept(body, body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS, facts)
+        keeps = kept(body, body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS, facts)
         prompts = await self._read(body, sampled, facts, keeps)
-        prompts = [_truncated(ids, body, keeps) for ids in prompts]
+        prompts = [truncated(ids, body, keeps) for ids in prompts]
         describes = body.logprobs if body.echo else None  # also the prompt's tokens
         params = params_of(
             body,
@@ -175,7 +174,7 @@ class Desk:
         self, body: ChatBody, size: int, tools: Tools, max_tokens: int | None, facts: Facts
     ) -> tuple[Ids, str]:
         """Token ids, and the text before it was truncated."""
-        keeps = _kept(body, max_tokens, facts)
+        keeps = kept(body, max_tokens, facts)
         options: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             options.setdefault("reasoning_effort", body.reasoning_effort)
@@ -193,12 +192,14 @@ class Desk:
             continues=continues,
             most=None if keeps else facts.max_model_len,
         )
-        return _truncated(ids, body, keeps), text
+        return truncated(ids, body, keeps), text
 
     def _or_calls(self, params: SamplingParams, tools: Tools) -> SamplingParams:
         """Where a form is asked for and tools may be called, the reply is either of them from its first token."""
+        if params.structured_outputs is None:
+            return params
         calls = tools.calls(self.tool_parser, self.texts.template.source)
-        if params.structured_outputs is None or calls is None:
+        if calls is None:
             return params
         return replace(params, structured_outputs=replace(params.structured_outputs, calls=calls))
 
@@ -240,7 +241,7 @@ class Desk:
             await self._check_structure(body, params.structured_outputs)
         params.check_vocabulary(facts.vocab_size)
         for ids in prompts:
-            _check_length(len(ids), params.max_tokens if _says_length(body) else None, facts, _prompt_field(body))
+            check_length(len(ids), params.max_tokens if says_length(body) else None, facts, prompt_field(body))
         wishes = _wishes(body, caller, facts)
         salt = caller.salt + (body.cache_salt or "")
         engine_params = replace(params, stop=None)  # stop strings are noticed on this side
@@ -249,7 +250,7 @@ class Desk:
             own = (_seconds(wishes.ttft_target_ms), _seconds(wishes.gap_target_ms))
             constrained = params.structured_outputs is not None
             promise = facts.targets.promise(max(map(len, prompts)), *own, constrained)
-        _check_described(prompts, params)
+        check_described(prompts, params)
         return Call(
             format=format,
             prompts=[Prompt(np.array(ids, np.int32).tobytes(), engine_params, wishes, salt) for ids in prompts],
@@ -292,9 +293,9 @@ class Desk:
                 raise RequestError("prompt is empty: at least one token is needed to predict the next one")
             return ids
         elif isinstance(prompt, list) and keeps and len(prompt) > keeps:
-            return await self._ids(_truncated(prompt, body, keeps), body, facts, keeps)
+            return await self._ids(truncated(prompt, body, keeps), body, facts, keeps)
         elif isinstance(prompt, list) and len(prompt) >= facts.max_model_len:
-            raise _too_long(len(prompt), None, facts, "prompt")  # before a million tokens are looked at
+            raise too_long(len(prompt), None, facts, "prompt")  # before a million tokens are looked at
         elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # not bool, which is an int as well
             ids = prompt
         else:
@@ -346,63 +347,6 @@ def _promised(promise: Promise) -> list[tuple[bytes, bytes]]:
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
-
-
-def _kept(body: Sampling, max_tokens: int | None, facts: Facts) -> int:
-    """How many tokens of a prompt are kept at most; 0: all."""
-    most = body.truncate_prompt_tokens
-    if most is None:
-        return 0
-    if most == -1:
-        return max(1, facts.max_model_len - max(1, max_tokens or 1))
-    if most < 1:
-        raise RequestError(f"truncate_prompt_tokens={most} must be at least 1, or -1 for all that there is room for")
-    return most
-
-
-def _truncated(ids: Ids, body: Sampling, keeps: int) -> Ids:
-    """A part of a prompt, where that is what the client wants."""
-    if not keeps:
-        return ids
-    return ids[:keeps] if body.truncation_side == "right" else ids[-keeps:]
-
-
-def _says_length(body: Sampling) -> bool:
-    return body.max_tokens is not None or getattr(body, "max_completion_tokens", None) is not None
-
-
-def _prompt_field(body: Sampling) -> str:
-    return "messages" if isinstance(body, ChatBody) else "prompt"
-
-
-def _check_length(prompt_tokens: int, max_tokens: int | None, facts: Facts, field: str) -> None:
-    if prompt_tokens + (max_tokens or 1) > facts.max_model_len:
-        raise _too_long(prompt_tokens, max_tokens, facts, field)
-
-
-def _check_described(prompts: list[Ids], params: SamplingParams) -> None:
-    """Each choice shows what is known of its prompt. Alternatives may be shown twice: in OpenAI's way and in vLLM's."""
-    if params.prompt_logprobs is None:
-        return
-    shown = params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)
-    if shown > MOST_DESCRIBED:
-        raise RequestError(
-            f"prompt_logprobs: {shown} log probabilities of prompts are too many for one answer, which may have "
-            f"{MOST_DESCRIBED}: ask for fewer, or send fewer prompts, or lower n"
-        )
-
-
-def _too_long(prompt_tokens: int, max_tokens: int | None, facts: Facts, field: str) -> ApiError:
-    alone = max_tokens is None or prompt_tokens >= facts.max_model_len
-    wanted = f"{prompt_tokens} tokens" if alone else f"{prompt_tokens} tokens and asks for {max_tokens} more"
-    # Clients recognise the first sentence, whoever serves.
-    return ApiError(
-        400,
-        f"This model's maximum context length is {facts.max_model_len} tokens. However, the prompt has {wanted}: "
-        "shorten the prompt or lower max_tokens",
-        param=field if alone else "max_tokens",
-        code="context_length_exceeded",
-    )
 
 
 def _is_number(value: Any) -> bool:
