@@ -23,7 +23,7 @@ from weft import LLM, RequestError, SamplingParams, StructuredOutputs
 from weft.engine import structured
 from weft.engine.hashing import root_hash
 from weft.engine.masks import MaskBuilder
-from weft.engine.params import Thoughts
+from weft.engine.params import Calls, Thoughts
 from weft.engine.stream import Stream
 from weft.engine.structured import Grammars, check_structure
 
@@ -187,6 +187,42 @@ def test_a_form_may_begin_behind_a_thought(llm: LLM, form: str) -> None:
         matcher = llm.engine.grammars.compile(structure)[0].form.matcher()
         matcher.try_consume_tokens(llm.tokenizer.encode(text, add_special_tokens=False))
         assert matcher.is_accepting() == accepted, text
+
+
+CALL = {"type": "object", "properties": {"name": {"const": "f"}}, "required": ["name"]}
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "json_object"])
+def test_calls_may_come_instead_of_a_form(llm: LLM, form: str) -> None:
+    wish, _ = FORMS[form]
+    reply = generate(llm, structured_outputs=wish).text
+    assert llm.tokenizer is not None
+    assert llm.engine.grammars is not None
+    hermes = Calls(CALL, "<tool_call>", "</tool_call>", many=True)
+    special = Calls(CALL, "<|user|>")  # a mark that is a token of its own
+    call = '<tool_call>\n{"name": "f"}\n</tool_call>'
+    for calls, text, accepted in (
+        (hermes, reply, True),
+        (hermes, call, True),
+        (hermes, f"{call}\n{call}", True),
+        (hermes, call[:-3], False),
+        (hermes, '<tool_call>{"name": "g"}</tool_call>', False),
+        (hermes._replace(many=False), f"{call}\n{call}", False),
+        (special, '<|user|>{"name": "f"}', True),
+        (special, reply, True),
+        (Calls(CALL), '{"name": "f"}', True),
+    ):
+        for behind, thought in ((None, ""), (Thoughts("<think>", "</think>", open=True), "Well.</think>")):
+            structure = replace(wish, calls=calls, behind=behind)
+            matcher = llm.engine.grammars.compile(structure)[0].form.matcher()
+            ids = llm.tokenizer.encode(thought + text, add_special_tokens=False)
+            whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+            assert whole == accepted, (text, behind)
+
+
+def test_the_schema_of_calls_is_checked_too() -> None:
+    with pytest.raises(RequestError, match="cannot be used"):
+        check_structure(StructuredOutputs(json_object=True, calls=Calls({"type": "nothing"}, "<tool_call>")))
 
 
 def test_a_thought_is_free_and_what_follows_is_not(llm: LLM) -> None:

@@ -71,7 +71,7 @@ class Scrape:
 
 @pytest.fixture
 def metrics() -> ServerMetrics:
-    return ServerMetrics("m", block_size=16, num_blocks=100)
+    return ServerMetrics("m", block_size=16, num_blocks=100, gpu_memory_utilization=0.9)
 
 
 def test_an_idle_server_shows_every_metric(metrics: ServerMetrics) -> None:
@@ -84,6 +84,7 @@ def test_an_idle_server_shows_every_metric(metrics: ServerMetrics) -> None:
     request_generation_tokens request_params_n request_params_max_tokens time_to_first_token_seconds
     inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
     request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
+    num_requests_waiting_by_reason prompt_tokens_cached prompt_tokens_by_source
     cache_config_info request_prefill_kv_computed_tokens request_max_num_generation_tokens
     time_per_output_token_seconds gpu_cache_usage_perc"""
     assert {name.removeprefix("vllm:") for name in names if name.startswith("vllm:")} == set(expected.split())
@@ -284,7 +285,8 @@ def test_counters_outlive_the_engine(metrics: ServerMetrics) -> None:
     scrape = Scrape(metrics.render())
     assert scrape.value("weft_engine_restarts_total") == scrape.value("weft_engine_up") == 1
     assert scrape.value("weft_kv_blocks") == 50
-    info = {"block_size": "16", "num_gpu_blocks": "50", "enable_prefix_caching": "True"}
+    info = {"block_size": "16", "num_gpu_blocks": "50", "enable_prefix_caching": "True", "cache_dtype": "auto"}
+    info |= {"gpu_memory_utilization": "0.9", "num_cpu_blocks": "None", "sliding_window": "None", "swap_space": "0"}
     assert scrape.value("vllm:cache_config_info", **VLLM, **info) == 1
 
 
@@ -327,3 +329,14 @@ def test_without_a_prefix_cache_nobody_asks_it() -> None:
 @pytest.mark.parametrize("view", [module.FINE, module.RATIO, module.VLLM_TTFT, module.VLLM_GAP, module.VLLM_LATENCY])
 def test_borders_ascend(view: tuple[float, ...]) -> None:
     assert list(view) == sorted(set(view))
+
+
+def test_labels_of_vllm(metrics: ServerMetrics) -> None:
+    metrics.step(STEP._replace(prefill_tokens=40, cached_tokens=60))
+    scrape = Scrape(metrics.render())
+    assert scrape.value("vllm:num_requests_waiting_by_reason", **VLLM, reason="capacity") == 2
+    assert scrape.value("vllm:num_requests_waiting_by_reason", **VLLM, reason="deferred") == 0
+    assert scrape.value("vllm:prompt_tokens_by_source_total", **VLLM, source="local_compute") == 40
+    assert scrape.value("vllm:prompt_tokens_by_source_total", **VLLM, source="local_cache_hit") == 60
+    assert scrape.value("vllm:prompt_tokens_cached_total", **VLLM) == 60
+    assert scrape.value("vllm:request_success_total", **VLLM, finished_reason="repetition") == 0

@@ -68,6 +68,12 @@ def test_one_call_where_only_one_is_wanted() -> None:
     assert {call.index for piece in pieces for call in piece.calls} == {0}
 
 
+def test_a_second_call_that_is_not_wanted_ends_the_reply() -> None:
+    """Else the engine would write it to its end, and nobody would see it."""
+    _, pieces = read(f"{CALL % 'Rome'}{CALL % 'Oslo'}", single=True)
+    assert "tool_calls" in [piece.reason for piece in pieces[:-1]]
+
+
 @pytest.mark.parametrize("text", ["Plain words.", "<tool_call> is a tag", "a < b", ""])
 def test_what_is_no_call_is_text(text: str) -> None:
     choice, pieces = read(text)

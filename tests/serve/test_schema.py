@@ -12,6 +12,7 @@ EXAMPLES = 30  # for each operation, of valid and of broken requests
 PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/chat/completions/render",
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
@@ -21,6 +22,7 @@ PATHS = (
     "/v1/responses/{id}/input_items",
     "/tokenize",
     "/detokenize",
+    "/tokenizer_info",
     "/v1/models",
     "/health",
 )

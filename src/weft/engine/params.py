@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from weft.errors import RequestError
 
 MAX_LOGPROBS = 20  # alternatives reported per position
+MAX_ALLOWED = 1024  # token ids of which one is sampled: they go to the device with every step
 MAX_COUNT = 2**31 - 1  # of tokens and the like: more than any context, and it fits the arrays
 
 
@@ -18,6 +19,15 @@ class Thoughts(NamedTuple):
     open: bool  # whether the prompt has the first tag; else the model may think, or not
 
 
+class Calls(NamedTuple):
+    """How a model calls tools by itself: JSON between marks."""
+
+    schema: dict[str, Any]  # of what is between
+    start: str = ""
+    end: str = ""
+    many: bool = False  # several may follow each other
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """The form that an output must have, up to its end of text. Exactly one is given.
@@ -25,12 +35,15 @@ class StructuredOutputs:
     Whether the schema, regex or grammar is a good one is not found out here: see `weft.engine.structured`.
     """
 
-    json: str | dict[str, Any] | None = None  # a JSON schema; a keyword that cannot be kept to is an error
+    json: str | dict[str, Any] | None = (
+        None  # a JSON schema, its objects closed; a keyword that cannot be kept to is an error
+    )
     json_object: bool = False  # any JSON object
     regex: str | None = None  # matches the whole output; as in Rust: no look-around, no back-references
     choice: Sequence[str] | None = None  # one of these texts
     grammar: str | None = None  # Lark, in llguidance's dialect; or GBNF, which has a rule `root ::= ...`
     behind: Thoughts | None = None  # it begins behind these, in which anything may be
+    calls: Calls | None = None  # the output may consist of these instead
 
     def __post_init__(self) -> None:
         names = _forms()
@@ -70,7 +83,7 @@ class StructuredOutputs:
 
 
 def _forms() -> list[str]:
-    return [field.name for field in fields(StructuredOutputs) if field.name != "behind"]
+    return [field.name for field in fields(StructuredOutputs) if field.name not in ("behind", "calls")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +96,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # per occurrence in the output
     presence_penalty: float = 0.0  # once, if in the output
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None  # no others are sampled, an end of text neither
     seed: int | None = None  # same seed, prompt and parameters: same tokens, whatever else runs
     max_tokens: int | None = 16  # None: as many as the context allows
     min_tokens: int = 0  # no end of text and no stop before this many
@@ -123,12 +137,21 @@ class SamplingParams:
         for name, kinds in (
             ("stop", (str, list, tuple)),
             ("stop_token_ids", (list, tuple)),
+            ("allowed_token_ids", (list, tuple)),
             ("logit_bias", (Mapping,)),
             ("structured_outputs", (StructuredOutputs,)),
         ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
                 raise RequestError(f"{name}={value!r} must be {' or '.join(kind.__name__ for kind in kinds)}")
+        if self.allowed_token_ids is not None and not 1 <= len(self.allowed_token_ids) <= MAX_ALLOWED:
+            raise RequestError(
+                f"allowed_token_ids has {len(self.allowed_token_ids)} tokens: it must have 1 to {MAX_ALLOWED}"
+            )
+        if self.allowed_token_ids is not None and self.structured_outputs is not None:
+            raise RequestError(
+                "allowed_token_ids cannot stand beside a structure, which allows tokens as well: give one"
+            )
         if any(not isinstance(stop, str) or not stop for stop in self.stop_strings):
             raise RequestError(f"stop={self.stop!r}: a stop string must be non-empty text")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
@@ -149,7 +172,11 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids are only checkable beside a model."""
-        for name, ids in (("logit_bias", self.logit_bias or {}), ("stop_token_ids", self.stop_token_ids or ())):
+        for name, ids in (
+            ("logit_bias", self.logit_bias or {}),
+            ("stop_token_ids", self.stop_token_ids or ()),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+        ):
             for token in ids:
                 if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
                     raise RequestError(f"{name} names token id {token!r}, outside 0..{vocab_size - 1}")

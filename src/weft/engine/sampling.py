@@ -39,6 +39,8 @@ class Sampler:
         self._biased = np.zeros(slots, np.bool_)
         self._cut = np.zeros(slots, np.bool_)
         self._edited = np.zeros(slots, np.bool_)  # it is never drawn from the model's own logits
+        self._restricted = np.zeros(slots, np.bool_)
+        self._allowed: dict[int, NDArray[np.int64]] = {}  # of those that are restricted: tokens
         self._biases: dict[int, _TokenValues] = {}
         self._bans: dict[int, _TokenValues] = {}
         self._prompts: dict[int, NDArray[np.int32]] = {}  # of requests that want prompt log probabilities
@@ -60,7 +62,13 @@ class Sampler:
         self._biased[slot] = bool(params.logit_bias)
         if params.logit_bias:
             self._biases[slot] = _TokenValues.of(list(params.logit_bias), list(params.logit_bias.values()))
+        allowed = params.allowed_token_ids
+        self._restricted[slot] = allowed is not None
+        if allowed is not None:
+            self._allowed[slot] = np.unique(np.array(allowed, np.int64))
         banned = params.min_tokens > 0 and len(setup.stop_ids) > 0
+        if allowed is not None and set(allowed) <= set(setup.stop_ids):
+            banned = False  # something must be left
         self.min_position[slot] = len(setup.prompt) + params.min_tokens if banned else 0
         if banned:
             self._bans[slot] = _TokenValues.of(list(setup.stop_ids), [-np.inf] * len(setup.stop_ids))
@@ -72,7 +80,7 @@ class Sampler:
             self._history.close(slot)
         is_cut = self.top_k[slot] > 0 or params.top_p < 1 or params.min_p > 0
         self._cut[slot] = is_cut and self.temperature[slot] > 0  # the likeliest token is always left
-        self._edited[slot] = params.has_penalties or bool(params.logit_bias)
+        self._edited[slot] = params.has_penalties or bool(params.logit_bias) or allowed is not None
 
     def _drawing(self, slot: int) -> NDArray[np.int32]:
         floor = np.log(self.min_p[slot]) if self.min_p[slot] > 0 else -np.inf
@@ -160,18 +168,21 @@ class Sampler:
         masks: StepMasks | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Bias, bans and penalties, in vLLM's order; then the tokens that a grammar does not allow become -inf. The
-        result is in float32 or wider, and in `out`, if there is one; logits are not changed.
+        """Allowed tokens, bias, bans and penalties, in vLLM's order; then the tokens that a grammar does not allow
+        become -inf. The result is in float32 or wider, and in `out`, if there is one; logits are not changed.
         """
+        restricted = np.flatnonzero(self._restricted[slots])
         biased = np.flatnonzero(self._biased[slots])
         banned = np.flatnonzero(positions < self.min_position[slots])
         penalised = np.flatnonzero(self._history.active[slots])
         if out is not None:
             logits = out.copy_(logits)
-        elif not (len(biased) or len(banned) or len(penalised) or masks is not None):
+        elif not (len(restricted) or len(biased) or len(banned) or len(penalised) or masks is not None):
             return wide(logits)
         else:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        if len(restricted):
+            _keep(logits, restricted, [self._allowed[slot] for slot in slots[restricted].tolist()])
         for rows, values in ((biased, self._biases), (banned, self._bans)):
             if len(rows):
                 _add(logits, rows, [values[slot] for slot in slots[rows].tolist()])
@@ -331,6 +342,15 @@ def _unpack(bits: Tensor) -> Tensor:
     """One truth value for each bit of each row's bytes, the lowest first."""
     each = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return ((bits[:, :, None] >> each) & 1).bool().flatten(1)
+
+
+def _keep(logits: Tensor, rows: NDArray[np.int64], ids: list[NDArray[np.int64]]) -> None:
+    """Of each row only these tokens keep their logits."""
+    where = np.stack([np.repeat(rows, [len(one) for one in ids]), np.concatenate(ids)])
+    row, token = upload(where, logits.device)
+    kept = logits[row, token]
+    logits.index_fill_(0, upload(rows, logits.device), -torch.inf)
+    logits[row, token] = kept
 
 
 def _add(logits: Tensor, rows: NDArray[np.int64], entries: list[_TokenValues]) -> None:

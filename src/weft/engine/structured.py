@@ -16,12 +16,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.engine.params import StructuredOutputs, Thoughts
+from weft.engine.params import Calls, StructuredOutputs, Thoughts
+from weft.engine.schemas import closed
 from weft.errors import RequestError
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def check_structure(structure: StructuredOutputs) -> None:
     """Raises a RequestError where a form can be refused without knowing the model. Takes seconds at the very worst."""
     from llguidance import LLMatcher, LLTokenizer
 
+    if structure.calls is not None:
+        check_structure(StructuredOutputs(json=structure.calls.schema))
     text = grammar_text(structure)
     if structure.grammar is None or "<" not in structure.grammar:
         _rehearse(structure.kind, text, LLTokenizer("byte"))
@@ -162,7 +165,9 @@ class Grammars:
         self.end_ids = tuple(dict.fromkeys(end_ids))
         self._tried = functools.lru_cache(CACHED)(self._try)
         self._form = functools.lru_cache(CACHED)(lambda text: Form(text, self.tokenizer))
-        self._tags: frozenset[str] = frozenset()  # of thoughts, as far as they are tokens; known with the tokenizer
+        # Both are known with the tokenizer: tags of thoughts that are tokens, and the ids of special tokens.
+        self._tags: frozenset[str] = frozenset()
+        self._special: dict[str, int] = {}
 
     def check(self, structure: StructuredOutputs) -> None:
         """Raises a RequestError where the form cannot be kept to."""
@@ -172,6 +177,9 @@ class Grammars:
         """For `count` requests. Raises a RequestError where the form cannot be kept to."""
         text = grammar_text(structure)
         self._tried(structure.kind, text)
+        if structure.calls is not None:
+            text = _or_calls(structure.calls, text, self._special)
+            self._tried(structure.kind, text)
         if structure.behind is not None:
             text = _behind(structure.behind, text, self._tags)
             self._tried(structure.kind, text)
@@ -195,6 +203,8 @@ class Grammars:
             tags = [tag for tag in TAGS if tokens.token_to_id(tag) is not None]
             tokens.add_special_tokens([*ends, *tags])
             self._tags = frozenset(tags)
+            added = tokens.get_added_tokens_decoder().items()
+            self._special = {token.content: number for number, token in added if token.special}
             tokens.no_truncation()
             tokens.no_padding()
             size = max(self.vocab_size, 1 + max(tokens.get_vocab(with_added_tokens=True).values()))
@@ -257,7 +267,7 @@ def _source(structure: StructuredOutputs) -> str:
             # Parsed in any case: llguidance pastes the text of a schema into its own notation as it is.
             schema = json.loads(structure.json) if isinstance(structure.json, str) else structure.json
             _check_counts(schema)
-            return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            return json.dumps(closed(schema), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (ValueError, TypeError, RecursionError) as error:
             raise _refusal("json", f"it is not JSON ({error})") from None
     if structure.choice is not None:
@@ -280,9 +290,31 @@ def _behind(thoughts: Thoughts, text: str, tokens: frozenset[str]) -> str:
         inside,
         r"space: /[ \n]{0,4}/",
     ]
-    replies = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
-    replies[0]["name"] = "reply"
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *replies]})
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *_named("reply", text)]})
+
+
+def _or_calls(calls: Calls, text: str, special: dict[str, int]) -> str:
+    """The grammar of a reply by this grammar, or of calls. `special` are tokens that no text can stand for."""
+    start, end = (
+        f"<[{special[mark]}]>" if mark in special else json.dumps(mark) if mark else ""
+        for mark in (calls.start, calls.end)
+    )
+    gap = "space" if calls.start else ""
+    lines = [
+        "start: @form | call" + (" (space call)*" if calls.many else ""),
+        f"call: {start} {gap} @call " + (f"space {end}" if end else ""),
+        r"space: /[ \n]{0,4}/",
+    ]
+    schema = grammar_text(StructuredOutputs(json=calls.schema))
+    grammars = [{"lark_grammar": "\n".join(lines)}, *_named("form", text), *_named("call", schema)]
+    return json.dumps({"grammars": grammars})
+
+
+def _named(name: str, text: str) -> list[dict[str, Any]]:
+    """The grammars that a grammar consists of, the first under this name."""
+    found: list[dict[str, Any]] = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+    found[0]["name"] = name
+    return found
 
 
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)

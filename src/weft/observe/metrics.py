@@ -107,11 +107,13 @@ class ServerMetrics:
         num_blocks: int = 0,
         enable_prefix_caching: bool = True,
         max_model_len: int = 131_072,
+        gpu_memory_utilization: float | None = None,
     ) -> None:
         self.model_name = model_name
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
+        self.gpu_memory_utilization = gpu_memory_utilization
 
         self._engine_up = False
         self._engine_starts = 0
@@ -323,6 +325,11 @@ class ServerMetrics:
         used = 1 - self._free_blocks / self.num_blocks if self.num_blocks else 0.0
         page.gauge("vllm:num_requests_running", "Number of requests in model execution batches.", self._running)
         page.gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", self._waiting)
+        page.gauge(
+            "vllm:num_requests_waiting_by_reason",
+            "Number of requests waiting, by reason; what waits here waits for room.",
+            _by("reason", {"capacity": self._waiting, "deferred": 0}),
+        )
         page.gauge("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", used)
         page.gauge("vllm:gpu_cache_usage_perc", "The same under its older name.", used)
         page.counter(
@@ -337,11 +344,24 @@ class ServerMetrics:
         )
         page.counter("vllm:num_preemptions_total", "Cumulative number of preemptions.", self._preemptions)
         page.counter("vllm:prompt_tokens_total", "Number of prefill tokens processed.", prompts)
+        page.counter("vllm:prompt_tokens_cached_total", "Number of prompt tokens found cached.", self._cached_tokens)
+        page.counter(
+            "vllm:prompt_tokens_by_source_total",
+            "Number of prompt tokens by source.",
+            _by(
+                "source",
+                {
+                    "local_compute": self._prefill_tokens,
+                    "local_cache_hit": self._cached_tokens,
+                    "external_kv_transfer": 0,
+                },
+            ),
+        )
         page.counter("vllm:generation_tokens_total", "Number of generation tokens processed.", self._generated)
         page.counter(
             "vllm:request_success_total",
             "Count of processed requests, by the reason they finished.",
-            _by("finished_reason", self._finished),
+            _by("finished_reason", {**self._finished, "repetition": 0}),
         )
         for name, about, view, histogram in (
             ("iteration_tokens_total", "Number of tokens per engine step.", VLLM_STEP_TOKENS, self._step_tokens),
@@ -381,6 +401,11 @@ class ServerMetrics:
             "block_size": str(self.block_size),
             "num_gpu_blocks": str(self.num_blocks),
             "enable_prefix_caching": str(self.enable_prefix_caching),
+            "cache_dtype": "auto",
+            "gpu_memory_utilization": str(self.gpu_memory_utilization),
+            "num_cpu_blocks": "None",
+            "sliding_window": "None",
+            "swap_space": "0",
         }
         page.gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig.", [(info, 1)])
         return page.encode()

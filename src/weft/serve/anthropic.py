@@ -44,6 +44,7 @@ class CountTokensBody(Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     mcp_servers: list[Json] | None = None  # would change the answer and is not there: an error
+    context_management: Json | None = None  # what to leave out of long conversations: nothing is left out here
     chat_template_kwargs: Json | None = None
 
 

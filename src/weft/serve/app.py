@@ -28,10 +28,12 @@ from weft.serve.errors import ApiError, of_json, of_request
 from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, Wanted, wanted
 from weft.serve.gate import Bodies, Gate, Keys, Limits, answer, request_ids
 from weft.serve.infer import Call, Gone, Presence, Watcher, finite, respond
-from weft.serve.log import Sparing
+from weft.serve.known import HEADER as IGNORED_HEADER
+from weft.serve.known import NAMES, ignored, told
+from weft.serve.log import Sparing, Unknown
 from weft.serve.messages import Facts
 from weft.serve.openapi import description
-from weft.serve.parsing import QUICK, parse
+from weft.serve.parsing import QUICK, parse_all
 from weft.serve.responses import ResponsesBody
 from weft.serve.settings import ServeOptions
 from weft.serve.stored_responses import Session, StoredResponses
@@ -62,6 +64,7 @@ class Server:
     collector: Collector = field(default_factory=Collector)
     turns: Turns = field(default_factory=Turns)
     log: Sparing = field(default_factory=Sparing)
+    unknown: Unknown = field(default_factory=Unknown)
     resets: Counter[str] = field(default_factory=Counter)  # of the prefix cache, by tenant
     quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and none is active
     stored: StoredResponses = field(init=False)
@@ -115,9 +118,11 @@ class Server:
     def _table(self) -> list[tuple[str, str, Handler]]:
         return [
             ("/v1/models", "GET", self.models),
+            ("/v1/models/", "GET", self.models),
             ("/v1/models/{name:path}", "GET", self.model),
             ("/v1/completions", "POST", self.completions),
             ("/v1/chat/completions", "POST", self.chat),
+            ("/v1/chat/completions/render", "POST", self.render_chat),
             ("/v1/responses", "POST", self.responses),
             ("/v1/responses/input_tokens", "POST", self.input_tokens),
             ("/v1/responses/{id}", "GET", self.stored.retrieve),
@@ -132,8 +137,14 @@ class Server:
             ("/v2/rerank", "POST", self.rerank),
             ("/v1/messages", "POST", self.messages),
             ("/v1/messages/count_tokens", "POST", self.count_tokens),
+            # The same for clients whose base URL has no /v1, as llama.cpp has it.
+            ("/models", "GET", self.models),
+            ("/completions", "POST", self.completions),
+            ("/chat/completions", "POST", self.chat),
+            ("/responses", "POST", self.responses),
             ("/tokenize", "POST", self.tokenize),
             ("/detokenize", "POST", self.detokenize),
+            ("/tokenizer_info", "GET", self.tokenizer_info),
             ("/health", "GET", self.health),
             ("/ready", "GET", self.ready),
             ("/ping", "GET", self.health),
@@ -236,9 +247,14 @@ class Server:
         facts: Facts,
     ) -> tuple[B, Call]:
         await self.turns.wait()
-        body = await self._parse(data, kind)
+        body, others = await self._parse_all(data, kind)
         self._check_model(body.model)  # type: ignore[attr-defined]
-        return body, await check(body, caller, facts)
+        names = ignored(others) if others else []
+        call = await check(body, caller, facts)
+        if names:
+            self.unknown.note(names)
+            call.headers.append((IGNORED_HEADER, told(names)))
+        return body, call
 
     def _trace(self, done: RequestDone | None, call: Call, body: Any, scope: Scope) -> None:
         if self.tracer is None or done is None:
@@ -282,10 +298,14 @@ class Server:
         return facts
 
     async def _parse(self, data: bytes, kind: type[B]) -> B:
+        return (await self._parse_all(data, kind))[0]
+
+    async def _parse_all(self, data: bytes, kind: type[B]) -> tuple[B, dict[str, bytes]]:
+        """A body, and the fields that its kind does not have."""
         try:
             if len(data) <= QUICK:
-                return parse(data, kind)
-            return await self.desk.texts.aside(len(data), lambda: parse(data, kind))
+                return parse_all(data, kind, NAMES)
+            return await self.desk.texts.aside(len(data), lambda: parse_all(data, kind, NAMES))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise of_json(error) from None
 
@@ -342,7 +362,7 @@ class Server:
         found: dict[str, Any] = {"count": len(ids), "max_model_len": facts and facts.max_model_len, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = await self.desk.texts.aside(
-                len(ids), lambda: [tokenizer.token_text(token) for token in ids]
+                len(ids), lambda: [tokenizer.token_piece(token) for token in ids]
             )
         await answer(send, 200, found)
 
@@ -355,6 +375,23 @@ class Server:
             except RequestError as error:
                 raise of_request(error) from None
             await answer(send, 200, {"input_tokens": found}, request_ids(scope))
+
+    async def render_chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The prompt that a chat would send to the model, as text and as token ids."""
+        facts = self._facts()
+        with self._counted(scope["tenant"]):
+            body, size = await self._body(scope, receive, ChatBody)
+            self._check_model(body.model)
+            try:
+                text, ids = await self.desk.rendered(body, size, facts)
+            except RequestError as error:
+                raise of_request(error) from None
+        shown = {"prompt": text, "prompt_token_ids": ids, "count": len(ids), "max_model_len": facts.max_model_len}
+        await answer(send, 200, shown)
+
+    async def tokenizer_info(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The model's tokenizer_config.json, with the chat template that is in use."""
+        await answer(send, 200, await self.desk.texts.info())
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._counted(scope["tenant"]):

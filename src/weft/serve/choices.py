@@ -157,8 +157,8 @@ class Choice:
             if reason is not None:
                 rest_of_text, more = self._tools.flush()
                 text, calls = text + rest_of_text, calls + more
-        if self._single:
-            calls = [call for call in calls if call.index == 0]
+        if self._single and calls and calls[-1].index > 0:  # the first one is complete: more is not wanted
+            calls, reason = [call for call in calls if call.index == 0], "tool_calls"
         for call in calls:
             self._note(call)
         if reason == "stop" and self.calls and not isinstance(self._tools, ForcedCall):

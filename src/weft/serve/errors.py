@@ -24,7 +24,19 @@ _TYPES = {
     503: "overloaded_error",
 }
 # Errors of weft name the field first: "temperature=7 is out of range: ...", "max_tokens: ...".
-_FIELD = re.compile(r"([a-z_]+)(?:\[[^\]]*\])?(?:=|:| must| is| names| needs)")
+_FIELD = re.compile(r"([a-z_]+)(?:\.[a-z_]+)?(?:\[[^\]]*\])?(?:=|:| (?:must|is|are|has|names|needs|cannot|asks)\b)")
+# How errors begin that name no field, and the field that is to blame.
+_BLAMED = (
+    ("a message", "messages"),
+    ("messages, ", "messages"),
+    ("the model's chat template", "messages"),
+    ("the model has no chat template", "messages"),
+    ("the prompt ", "prompt"),
+    ("the text to encode", "prompt"),
+    ("the request may grow", "max_tokens"),
+)
+_MISSING = re.compile(r"Object missing required field `([a-z_]+)`$")
+_TOP = re.compile(r"[^.\[]*")  # of a path such as messages[0].role
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
@@ -82,7 +94,8 @@ def of_request(error: RequestError) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(503, str(error), code="queue_full", retry_after=1)
     found = _FIELD.match(str(error))
-    return ApiError(400, str(error), param=found[1] if found else None)
+    blamed = [field for start, field in _BLAMED if str(error).startswith(start)]
+    return ApiError(400, str(error), param=blamed[0] if blamed else found[1] if found else None)
 
 
 def of_json(error: msgspec.MsgspecError | UnicodeDecodeError | RecursionError) -> ApiError:
@@ -93,8 +106,11 @@ def of_json(error: msgspec.MsgspecError | UnicodeDecodeError | RecursionError) -
     if isinstance(error, msgspec.ValidationError):
         at = _AT.search(text)
         if at is None:
-            return ApiError(400, f"the body is not what is needed: {text}")
+            missing = _MISSING.search(text)
+            return ApiError(400, f"the body is not what is needed: {text}", param=missing[1] if missing else None)
         field = at[1] or None
         wrong = text[: at.start()].replace("`", "")
-        return ApiError(400, f"{field or 'the body'}: {wrong[:1].lower()}{wrong[1:]}", param=field)
+        top = _TOP.match(field or "")
+        message = f"{field or 'the body'}: {wrong[:1].lower()}{wrong[1:]}"
+        return ApiError(400, message, param=top[0] or None if top else None)
     return ApiError(400, f"the body is not valid JSON: {text}")

@@ -1,24 +1,25 @@
 """The bodies of requests, as OpenAI and vLLM define them, and what they ask of the sampler.
 
-A field that is not named here is accepted and ignored; null means that it was left out.
+Null means that a field was left out. Of fields that are not named here, `weft.serve.known` knows more.
 """
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Annotated, Any, NamedTuple
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
-from weft.engine.params import MAX_COUNT, MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from weft.engine.params import MAX_ALLOWED, MAX_COUNT, MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from weft.errors import RequestError
 from weft.serve.errors import ApiError, of_json
 
 Json = dict[str, Any]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Alternatives = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]  # -1: all, which is refused with the limit
 Stop = Annotated[str, Meta(max_length=1000)]  # each of n choices looks for each of them, character by character
 MOST_PROMPTS = 1024  # in one completion request
 MOST_STREAMS = 2048  # of one request: prompts times n
@@ -54,20 +55,24 @@ class Sampling(Struct, kw_only=True):
     stop_token_ids: Annotated[list[Whole], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Alternatives | None = None
     priority: Whole | None = None  # lower goes first, within an API key; under slo only
     cache_salt: str | None = None  # prompts share cached prefixes only with those of the same salt
     return_token_ids: bool | None = None
-    truncate_prompt_tokens: Whole | None = None  # keep only so many, the last ones
-    use_beam_search: bool | None = None  # this and the next two change the answer and are not there: an error
+    return_tokens_as_token_ids: bool | None = None  # log probabilities name tokens as "token_id:17"
+    truncate_prompt_tokens: Whole | None = None  # keep only so many; -1: as many as there is room for
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are left out; without it, on the left
+    use_beam_search: bool | None = None  # this and the next change the answer and are not there: an error
     bad_words: list[str] | None = None
-    allowed_token_ids: list[Whole] | None = None
+    allowed_token_ids: Annotated[list[Whole], Meta(max_length=MAX_ALLOWED)] | None = None
     response_format: Json | None = None
     structured_outputs: Json | None = None
     guided_json: Json | str | None = None  # the older names of what structured_outputs holds
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    grammar: str | None = None  # llama.cpp's names of the same
+    json_schema: Json | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -75,13 +80,14 @@ class Sampling(Struct, kw_only=True):
 
     @property
     def counts_always(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return bool(options and options.continuous_usage_stats and options.include_usage is not False)
 
 
 class CompletionBody(Sampling, kw_only=True):
     prompt: str | list[Any]  # text, token ids, or a list of either
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Alternatives | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
@@ -91,10 +97,12 @@ class ChatBody(Sampling, kw_only=True):
     messages: list[Json]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Alternatives | None = None
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[Json] | None = None  # the older form of tools
+    function_call: str | Json | None = None  # the older form of tool_choice
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: Json | None = None
@@ -129,10 +137,17 @@ class Wanted(NamedTuple):
     gap_ms: float | None
 
 
+TTFT_NAMES = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")  # the first that is given counts
+GAP_NAMES = (b"x-slo-gap-ms", b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
+
+
 def wanted(headers: Mapping[bytes, bytes]) -> Wanted:
-    """x-slo-ttft-ms, and x-slo-gap-ms or x-slo-tpot-ms."""
-    gap, other = _milliseconds(headers, b"x-slo-gap-ms"), _milliseconds(headers, b"x-slo-tpot-ms")
-    return Wanted(_milliseconds(headers, b"x-slo-ttft-ms"), other if gap is None else gap)
+    """What the x-slo headers say, or llm-d's names of them."""
+    ttft, gap = (
+        [value for name in names if (value := _milliseconds(headers, name)) is not None]
+        for names in (TTFT_NAMES, GAP_NAMES)
+    )
+    return Wanted(ttft[0] if ttft else None, gap[0] if gap else None)
 
 
 _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -151,9 +166,14 @@ def _milliseconds(headers: Mapping[bytes, bytes], name: bytes) -> float | None:
 
 def sampling_params(body: Sampling, defaults: SamplingParams, **special: Any) -> SamplingParams:
     """What a body asks for, over the model's recommendation; `special` is what the two kinds do differently."""
-    for name in ("use_beam_search", "bad_words", "allowed_token_ids"):
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true: leave it out")
+    for name in ("use_beam_search", "bad_words"):
         if getattr(body, name):
             raise RequestError(f"{name} is not supported here: leave it out")
+    for name in ("prompt_logprobs", "logprobs", "top_logprobs"):
+        if getattr(body, name, None) == -1:
+            raise RequestError(f"{name}=-1 asks for all tokens of the vocabulary: at most {MAX_LOGPROBS} are told")
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.logit_bias:
         given["logit_bias"] = _logit_bias(body.logit_bias)
@@ -162,7 +182,7 @@ def sampling_params(body: Sampling, defaults: SamplingParams, **special: Any) ->
 
 _SAME = (  # fields that have the same name and meaning in SamplingParams
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("n", "stop", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs"),
+    *("n", "stop", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs", "allowed_token_ids"),
     *("include_stop_str_in_output", "skip_special_tokens"),
 )
 
@@ -177,21 +197,47 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 def _structure(body: Sampling) -> StructuredOutputs | None:
     """What the output must look like, wherever the client has written it."""
     found = _of_format(body.response_format)
-    older = (("json", "guided_json"), ("regex", "guided_regex"), ("choice", "guided_choice"))
-    for name, field in (*older, ("grammar", "guided_grammar")):
-        if (value := getattr(body, field)) is not None:
+    for name, field in _OLDER:
+        if (value := getattr(body, field)) is not None and (value != "" or field != "grammar"):
             found.append({name: value})
     if body.structured_outputs is not None:
-        wish = body.structured_outputs
-        found.append({name: wish[name] for name in wish if name != "behind" and wish[name] is not None})
+        found.append(_wish(body.structured_outputs))
     if len(found) > 1:
-        raise RequestError("response_format, structured_outputs and guided_... each ask for a structure: give one")
+        first, second, *_ = _structure_fields(body)
+        raise ApiError(400, f"{first} and {second} each ask for a structure: give one", param=second)
     if not found:
         return None
     try:
         return msgspec.convert(found[0], StructuredOutputs)
     except msgspec.ValidationError as error:
-        raise ApiError(400, of_json(error).message, param="structured_outputs") from None
+        raise ApiError(400, of_json(error).message, param=structure_field(body)) from None
+
+
+_OLDER = (  # names of what structured_outputs holds, and the fields that held it before
+    *(("json", "guided_json"), ("regex", "guided_regex"), ("choice", "guided_choice"), ("grammar", "guided_grammar")),
+    *(("grammar", "grammar"), ("json", "json_schema")),
+)
+# What vLLM lets stand beside a form, and has no effect here: objects are closed, and there is one library for all.
+_BESIDE = ("behind", "calls", "disable_fallback", "disable_additional_properties", "_backend", "_backend_was_auto")
+
+
+def structure_field(body: Sampling) -> str:
+    """The field that asks for a structure. Where none does, it is a tool."""
+    return next(iter(_structure_fields(body)), "tools")
+
+
+def _structure_fields(body: Sampling) -> list[str]:
+    every = ("response_format", "structured_outputs", *(field for _, field in _OLDER))
+    return [name for name in every if getattr(body, name) is not None]
+
+
+def _wish(given: Json) -> Json:
+    """The form in structured_outputs; what is not known of it is an error where it asks for something."""
+    known = [field.name for field in fields(StructuredOutputs)]
+    for name in given:
+        if given[name] and name not in known and name not in _BESIDE:
+            raise RequestError(f"structured_outputs: {name!r:.60} is not supported here: leave it out")
+    return {name: given[name] for name in given if name in known and name not in _BESIDE and given[name] is not None}
 
 
 def _of_format(response_format: Json | None) -> list[Json]:
@@ -201,7 +247,10 @@ def _of_format(response_format: Json | None) -> list[Json]:
     if kind == "text":
         return []
     if kind == "json_object":
-        return [{"json_object": True}]
+        schema = response_format.get("schema")  # as llama.cpp has it
+        if schema is not None and not isinstance(schema, dict):
+            raise RequestError("response_format: the schema of a json_object must be an object")
+        return [{"json": schema}] if schema else [{"json_object": True}]
     if kind == "json_schema":
         named = response_format.get("json_schema")
         schema = named.get("schema") if isinstance(named, dict) else None

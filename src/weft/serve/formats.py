@@ -55,11 +55,22 @@ class _Base:
     kind: str  # of a chunk
     done = b"data: [DONE]\n\n"
 
-    def __init__(self, id: str, model: str, tokenizer: Tokenizer | None, *, token_ids: bool) -> None:
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        tokenizer: Tokenizer | None,
+        *,
+        token_ids: bool,
+        names_ids: bool = False,
+        fingerprint: str | None = None,
+    ) -> None:
         self.id = id
         self.model = model
         self.tokenizer = tokenizer
         self.token_ids = token_ids
+        self.fingerprint = fingerprint  # of what computes the answer
+        self.names_ids = names_ids  # log probabilities name tokens by their ids
         self.created = int(time.time())
         self._head = b"data: " + to_json(self._envelope(self.kind))[:-1] + b',"choices":[{"index":'
 
@@ -70,13 +81,19 @@ class _Base:
         return frame(body)
 
     def _envelope(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
 
     def _slow(self, shown: Json, extras: Json) -> bytes:
         return frame({**self._envelope(self.kind), "choices": [shown], **extras})
 
     def _name(self, token: int) -> str:
-        return token_name(self.tokenizer, token)
+        return token_name(None if self.names_ids else self.tokenizer, token)
 
     def _all_prompt_logprobs(self, choice: Choice, length: int) -> list[Json | None]:
         """As vLLM shows them: one object a position, by token id; nothing predicts the first token."""
@@ -87,7 +104,7 @@ class _Base:
         ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(found.top.items(), start=1)}
         ranked[found.token] = (found.logprob, found.rank)
         return {
-            str(token): {"logprob": logprob, "rank": rank, "decoded_token": self._name(token)}
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": token_name(self.tokenizer, token)}
             for token, (logprob, rank) in ranked.items()
         }
 
@@ -103,15 +120,19 @@ class ChatFormat(_Base):
         *,
         logprobs: bool,
         token_ids: bool,
+        names_ids: bool = False,
+        fingerprint: str | None = None,
         prompt: Sequence[int],
         prompt_logprobs: bool,
         reasoning: bool = True,
+        legacy: bool = False,
     ) -> None:
-        super().__init__(id, model, tokenizer, token_ids=token_ids)
+        super().__init__(id, model, tokenizer, token_ids=token_ids, names_ids=names_ids, fingerprint=fingerprint)
         self.logprobs = logprobs
         self.prompt = prompt
         self.prompt_logprobs = prompt_logprobs
         self.reasoning = reasoning  # whether thoughts are shown
+        self.legacy = legacy  # a call is shown as function_call
         self._is_plain = not (logprobs or token_ids)
 
     def opening(self, choice: Choice, extras: Json) -> bytes:
@@ -127,9 +148,14 @@ class ChatFormat(_Base):
             delta["reasoning_content"] = delta["reasoning"] = reasoning  # the older name and vLLM's newer one
         if text:
             delta["content"] = text
-        if calls:
+        if calls and self.legacy:
+            delta["function_call"] = _call(0, None, calls[0].name, "".join(call.arguments for call in calls))[
+                "function"
+            ]
+        elif calls:
             delta["tool_calls"] = [_call(call.index, call.id, call.name, call.arguments) for call in calls]
-        shown: Json = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        finish = None if reason is None else self._finish(choice)
+        shown: Json = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": finish}
         if self.logprobs and piece.logprobs is not None:
             shown["logprobs"] = {"content": [self._logprob(piece.logprobs)], "refusal": None}
         if reason is not None and choice.stop_reason is not None:
@@ -148,8 +174,11 @@ class ChatFormat(_Base):
         if choice.reasoning and self.reasoning:
             message["reasoning_content"] = message["reasoning"] = choice.reasoning
         if choice.calls:
-            message["tool_calls"] = choice.calls
             message["content"] = choice.text or None
+            if self.legacy:
+                message["function_call"] = choice.calls[0]["function"]
+            else:
+                message["tool_calls"] = choice.calls
         logprobs = None
         if self.logprobs:
             logprobs = {"content": [self._logprob(found) for found in choice.logprobs], "refusal": None}
@@ -157,10 +186,15 @@ class ChatFormat(_Base):
             "index": choice.index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": choice.reason,
+            "finish_reason": self._finish(choice),
             "stop_reason": choice.stop_reason,
         }
         return {**shown, "token_ids": choice.tokens} if self.token_ids else shown
+
+    def _finish(self, choice: Choice) -> str | None:
+        if self.legacy and choice.calls and choice.reason in ("stop", "tool_calls"):
+            return "function_call"
+        return choice.reason
 
     def _about_prompt(self, choice: Choice) -> Json:
         about: Json = {}
@@ -171,15 +205,16 @@ class ChatFormat(_Base):
         return about
 
     def _logprob(self, found: TokenLogprobs) -> Json:
-        return spelled_logprob(self.tokenizer, found)
+        return spelled_logprob(self.tokenizer, found, self.names_ids)
 
 
-def spelled_logprob(tokenizer: Tokenizer | None, found: TokenLogprobs) -> Json:
+def spelled_logprob(tokenizer: Tokenizer | None, found: TokenLogprobs, names_ids: bool = False) -> Json:
     """A token and its likeliest alternatives, as chats show them."""
 
     def entry(token: int, logprob: float) -> Json:
         spelled = tokenizer.token_bytes(token) if tokenizer is not None else b""
-        return {"token": token_name(tokenizer, token), "logprob": _finite(logprob), "bytes": list(spelled)}
+        name = token_name(None if names_ids else tokenizer, token)
+        return {"token": name, "logprob": _finite(logprob), "bytes": list(spelled)}
 
     top = [entry(token, logprob) for token, logprob in found.top.items()]
     return {**entry(found.token, found.logprob), "top_logprobs": top}
@@ -211,6 +246,8 @@ class CompletionFormat(_Base):
         *,
         logprobs: int | None,
         token_ids: bool,
+        names_ids: bool = False,
+        fingerprint: str | None = None,
         prompts: Sequence[tuple[Sequence[int], str]],
         per_prompt: int,
         echo: bool,
@@ -219,7 +256,7 @@ class CompletionFormat(_Base):
         generates: bool = True,
     ) -> None:
         """`prompts` as ids and text, each with `per_prompt` choices, of which the likeliest `keeps` are shown."""
-        super().__init__(id, model, tokenizer, token_ids=token_ids)
+        super().__init__(id, model, tokenizer, token_ids=token_ids, names_ids=names_ids, fingerprint=fingerprint)
         self.logprobs = logprobs
         self.prompts = prompts
         self.per_prompt = per_prompt

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+MOST_NAMES = 100  # of unknown fields; requests could bring any number
 MOST = 5  # entries within PERIOD; one is a traceback of some forty lines
 PERIOD = 10.0  # seconds
 
@@ -52,3 +53,17 @@ class Sparing(logging.Filter):
             left_out = self._entries - MOST
             self._began, self._entries, self._timer = -math.inf, 0, None
         self._say(f"weft: {left_out} more errors were left out of the log within {PERIOD:g} s")
+
+
+class Unknown:
+    """Tells of each unknown field of requests once, and of no more than MOST_NAMES."""
+
+    def __init__(self, say: Callable[[str], None] = _print) -> None:
+        self._say = say
+        self._names: set[str] = set()
+
+    def note(self, names: list[str]) -> None:
+        for name in names:
+            if name not in self._names and len(self._names) < MOST_NAMES:
+                self._names.add(name)
+                self._say(f"weft: requests have the field {name!r:.80}, which is not known here and is ignored")

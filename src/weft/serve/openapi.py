@@ -57,6 +57,9 @@ _SLO_HEADERS = [
     for name, about in (
         ("x-slo-ttft-ms", "milliseconds from arrival to the first token that are wanted"),
         ("x-slo-gap-ms", "milliseconds between tokens that are wanted; raised to what the server can keep"),
+        ("x-slo-tpot-ms", "another name of x-slo-gap-ms"),
+        ("x-llm-d-slo-ttft-ms", "another name of x-slo-ttft-ms"),
+        ("x-llm-d-slo-tpot-ms", "another name of x-slo-gap-ms"),
     )
 ]
 _ID: Json = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -106,6 +109,9 @@ def description(with_keys: bool) -> Json:
             "/v1/models": {"get": _operation("Lists the names of the model")},
             "/v1/completions": {"post": _operation("Continues prompts", completion, _SLO_HEADERS, stream=True)},
             "/v1/chat/completions": {"post": _operation("Answers a conversation", chat, _SLO_HEADERS, stream=True)},
+            "/v1/chat/completions/render": {
+                "post": _operation("The prompt of a conversation, as text and token ids", chat)
+            },
             "/v1/responses": {"post": _operation("Answers a conversation", response, _SLO_HEADERS, stream=True)},
             "/v1/responses/input_tokens": {"post": _operation("Counts the tokens of a conversation", response)},
             "/v1/responses/{id}": {
@@ -127,6 +133,7 @@ def description(with_keys: bool) -> Json:
             },
             "/tokenize": {"post": _operation("Token ids of a prompt or of messages", tokenize)},
             "/detokenize": {"post": _operation("Text of token ids", detokenize)},
+            "/tokenizer_info": {"get": _operation("The tokenizer's configuration, with the chat template")},
             "/health": {"get": _operation("Whether the engine is up")},
             "/ready": {"get": _operation("Whether new work is taken")},
             "/version": {"get": _operation("The version of weft")},

@@ -29,24 +29,69 @@ _OF_NUMBERS = b"[0123456789-," + _SPACE + b"]"  # all that a list of whole numbe
 
 def parse(data: bytes, kind: type[T]) -> T:
     """A body of the given kind, a Struct; a number may also be written as text, as some clients do."""
+    return parse_all(data, kind)[0]
+
+
+def parse_all(data: bytes, kind: type[T], names: frozenset[str] = frozenset()) -> tuple[T, dict[str, bytes]]:
+    """A body, and what it has beside the fields of its kind: JSON by name.
+
+    Of a large body these are the fields in `names`, and the first of all others.
+    """
     struct: Any = kind  # mypy knows neither that it has fields nor that it is hashable
     may_be_deep = data.count(b"[") + data.count(b"{") > MOST_DEPTH
     if len(data) <= LARGE:
-        whole = msgspec.json.decode(data, type=kind, strict=False)
+        whole, others = _at_once(data, kind)
         if may_be_deep:
             _check_depth({name: getattr(whole, name) for name in struct.__struct_fields__})
-        return whole
-    found = msgspec.json.decode(data, type=_unread(struct))
-    raws = {name: bytes(raw) for name in found.__struct_fields__ if (raw := getattr(found, name)) is not None}
+        return whole, others
+    raws, others = _apart(data, struct, names)
     fields = {name: ids for name, raw in raws.items() if (ids := _token_ids(raw)) is not None}
-    others = {name: raw for name, raw in raws.items() if name not in fields}
-    if hold_too_many(others.values()):
+    texts = {name: raw for name, raw in raws.items() if name not in fields}
+    if hold_too_many(texts.values()):
         raise ApiError(400, f"the body has more than {MOST_VALUES} values (objects, lists, numbers, texts) in it")
-    decoded = {name: msgspec.json.decode(raw) for name, raw in others.items()}
+    decoded = {name: msgspec.json.decode(raw) for name, raw in texts.items()}
     if may_be_deep:
         _check_depth(decoded)
     fields.update(decoded)
-    return msgspec.convert(fields, kind, strict=False)
+    return msgspec.convert(fields, kind, strict=False), others
+
+
+def _at_once(data: bytes, kind: Any) -> tuple[Any, dict[str, bytes]]:
+    """Most bodies have no unknown field, and are decoded once."""
+    try:
+        return msgspec.json.decode(data, type=_strict(kind), strict=False), {}
+    except msgspec.ValidationError as error:
+        if not str(error).startswith(_UNKNOWN):
+            raise
+    whole = msgspec.json.decode(data, type=kind, strict=False)
+    every = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    return whole, {name: bytes(raw) for name, raw in every.items() if name not in kind.__struct_fields__}
+
+
+def _apart(data: bytes, kind: Any, names: frozenset[str]) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """The fields of a large body, and others; none is decoded."""
+    own = kind.__struct_fields__
+    unread = _unread(kind.__name__, (*own, *(names - {*own})))
+    others = {}
+    try:
+        found: Any = msgspec.json.decode(data, type=_strict(unread))
+    except msgspec.ValidationError as error:
+        if not str(error).startswith(_UNKNOWN):
+            raise
+        others[str(error)[len(_UNKNOWN) :].removesuffix("`")] = b"null"
+        found = msgspec.json.decode(data, type=unread)
+    raws = {name: bytes(raw) for name in found.__struct_fields__ if (raw := getattr(found, name)) is not None}
+    others.update({name: raw for name, raw in raws.items() if name not in own})
+    return {name: raw for name, raw in raws.items() if name in own}, others
+
+
+_UNKNOWN = "Object contains unknown field `"
+
+
+@cache
+def _strict(kind: Any) -> Any:
+    """The same struct, of which a body may have no other fields."""
+    return msgspec.defstruct(kind.__name__, [], bases=(kind,), forbid_unknown_fields=True, kw_only=True)
 
 
 def _check_depth(fields: dict[str, Any]) -> None:
@@ -57,10 +102,9 @@ def _check_depth(fields: dict[str, Any]) -> None:
 
 
 @cache
-def _unread(kind: Any) -> type[msgspec.Struct]:
-    """The same fields, found and not decoded. All others are passed over without a trace."""
-    names = kind.__struct_fields__
-    return msgspec.defstruct(f"Unread{kind.__name__}", [(name, msgspec.Raw, None) for name in names])
+def _unread(kind: str, names: tuple[str, ...]) -> Any:
+    """These fields, found and not decoded. All others are passed over without a trace."""
+    return msgspec.defstruct(f"Unread{kind}", [(name, msgspec.Raw, None) for name in names])
 
 
 def hold_too_many(texts: Iterable[bytes]) -> bool:

@@ -120,7 +120,7 @@ def _tool(tool: Json) -> Json:
 
 
 def _tool_choice(choice: str | Json | None) -> str | Json | None:
-    if isinstance(choice, dict):
+    if isinstance(choice, dict) and choice.get("type") != "allowed_tools":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 

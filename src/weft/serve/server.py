@@ -1,6 +1,7 @@
 """Runs a server: puts it together, listens, and ends it in an orderly way."""
 
 import asyncio
+import hashlib
 import logging
 import math
 import os
@@ -11,9 +12,11 @@ import time
 from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict
+from pathlib import Path
 
 import uvicorn
 
+from weft import __version__
 from weft.core import Source
 from weft.engine.options import EngineOptions
 from weft.engine.pooling import pooling_of
@@ -86,8 +89,13 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
         ),
         checker=Checker(),
         pooling=pooling_of(path),
+        fingerprint=_fingerprint(path, engine_options),
     )
-    metrics = ServerMetrics(names[0], enable_prefix_caching=engine_options.enable_prefix_caching)
+    metrics = ServerMetrics(
+        names[0],
+        enable_prefix_caching=engine_options.enable_prefix_caching,
+        gpu_memory_utilization=engine_options.gpu_memory_utilization,
+    )
     eos = texts.tokenizer.eos_token_id if texts.tokenizer is not None else None
 
     def on_step(step: EngineStep) -> None:
@@ -118,6 +126,12 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
         bodies=Bodies(int(options.max_body_mb * 1e6)),
         created=int(time.time()),
     )
+
+
+def _fingerprint(path: Path, options: EngineOptions) -> str:
+    """Names the model, the engine's options and the version of weft: with another one, answers may differ."""
+    text = repr((__version__, str(path.resolve()), sorted(asdict(options).items())))
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _check_template(found: Finding) -> None:

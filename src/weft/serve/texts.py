@@ -4,10 +4,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.errors import OptionError, RequestError
+from weft.files import read_json
 from weft.serve.errors import ApiError
 from weft.serve.parsing import LARGE, MOST_VALUES, hold_too_many
 from weft.text.chat import ChatTemplate
@@ -31,6 +33,7 @@ class Texts:
         self.template = read_template(path, template)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-text")
         self._lock = threading.Lock()
+        self._info: dict[str, Any] | None = None
         self._running = 0  # threads that do something
 
     async def aside(self, size: int, work: Callable[[], T]) -> T:
@@ -51,7 +54,7 @@ class Texts:
     async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Token ids; a text that must have more than `most` of them is an error before it is looked at."""
         tokenizer = self.needed()
-        _check_size(text, most, tokenizer)
+        _check_size(text, most, tokenizer, "prompt")
         return await self.aside(len(text), lambda: tokenizer.encode(text, add_special_tokens))
 
     async def encode_chat(
@@ -63,7 +66,7 @@ class Texts:
         continues: bool = False,
         most: int | None = None,
     ) -> tuple[list[int], str]:
-        """Token ids of a conversation and the end of its text; `size` says how many bytes all of this had as a body.
+        """Token ids of a conversation and its text; `size` says how many bytes all of this had as a body.
 
         With `continues`, the last message is left open, for the model to write on.
         """
@@ -74,8 +77,8 @@ class Texts:
                 _check_arguments(messages)
             text = self.template.render(_marked(messages) if continues else messages, **options)
             text = text.partition(MARK)[0]
-            _check_size(text, most, tokenizer)
-            return tokenizer.encode(text, add_special_tokens=False), text[-32:]
+            _check_size(text, most, tokenizer, "messages")
+            return tokenizer.encode(text, add_special_tokens=False), text
 
         return await self.aside(size, work)
 
@@ -83,6 +86,14 @@ class Texts:
         if self.tokenizer is None:
             raise RequestError(f"prompt: the model {self.path.name} has no tokenizer.json: send token ids")
         return self.tokenizer
+
+    async def info(self) -> dict[str, Any]:
+        """What tokenizer_config.json says, and the chat template that is in use."""
+        if self._info is None:
+            read = partial(read_json, self.path / "tokenizer_config.json", optional=True)
+            config = await asyncio.get_running_loop().run_in_executor(self._threads, read)
+            self._info = {**config, "chat_template": self.template.source or None}
+        return self._info
 
     @property
     def is_busy(self) -> bool:
@@ -93,17 +104,20 @@ class Texts:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _check_size(text: str, most: int | None, tokenizer: Tokenizer) -> None:
+def _check_size(text: str, most: int | None, tokenizer: Tokenizer, param: str) -> None:
+    """`param` is the field that the text comes from."""
     limit = max(MOST_TEXT, MOST_PER_TOKEN * (most or 0))
     if most is not None and len(text) > most * tokenizer.longest_token:
         raise ApiError(
             400,
             f"This model's maximum context length is {most} tokens. However, the prompt has {len(text)} characters, "
             "which is more in any case: shorten the prompt",
+            param=param,
             code="context_length_exceeded",
         )
     if len(text) > limit:
-        raise ApiError(400, f"the text has {len(text)} characters, and {limit} may be tokenized at once: divide it")
+        message = f"the text has {len(text)} characters, and {limit} may be tokenized at once: divide it"
+        raise ApiError(400, message, param=param)
 
 
 def _check_arguments(messages: list[dict[str, Any]]) -> None:
@@ -115,7 +129,8 @@ def _check_arguments(messages: list[dict[str, Any]]) -> None:
 def _arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:
     for message in messages:
         calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
+        old = {"function": message.get("function_call")}
+        for call in (old, *calls) if isinstance(calls, list) else (old,):
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
                 yield text.encode(errors="replace")

@@ -117,6 +117,7 @@ class ChatTemplate:
         """The message in the form that templates are written for, which is not always the form of the OpenAI API."""
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError(f"a message must be an object with a role, got {message!r:.80}")
+        _renew(message)
         content = message.get("content")
         if isinstance(content, list):
             parts = [_text_part(part) for part in content]
@@ -197,6 +198,19 @@ def _text_part(part: Any) -> dict[str, str]:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise RequestError(f"a message has a content part of type {kind!r}: only text parts are supported")
     return {"type": "text", "text": text}
+
+
+def _renew(message: Message) -> None:
+    """OpenAI's older form of a call and of its result, in the words of tools, which templates know."""
+    call = message.pop("function_call", None)
+    if isinstance(call, dict) and not message.get("tool_calls"):
+        message["tool_calls"] = [{"id": _OLD_ID, "type": "function", "function": call}]
+    if message["role"] == "function":
+        message["role"] = "tool"
+        message.setdefault("tool_call_id", _OLD_ID)
+
+
+_OLD_ID = "function0"  # the older form has none; Mistral's templates want nine letters or digits
 
 
 def _parse_arguments(call: Any) -> None:

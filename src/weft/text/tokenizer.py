@@ -90,6 +90,10 @@ class Tokenizer:
         """One token for people, as in a list of logprobs; bytes that are no character on their own become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    def token_piece(self, token_id: int) -> str:
+        """A token as the vocabulary has it, such as "\u0120the"; "" where there is none."""
+        return self._backend.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int, first: bool = False) -> bytes:
         """What a token adds to the text in UTF-8, perhaps a part of a character; `first` where no token precedes it.
 

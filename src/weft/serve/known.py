@@ -1,0 +1,146 @@
+"""Fields of OpenAI, vLLM and llama.cpp that no body here has: accepted where they change nothing, else refused by name.
+
+A field that neither we nor they know is ignored, and the client is told.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from weft.serve.errors import ApiError
+from weft.serve.fields import ChatBody, CompletionBody
+
+HEADER = b"x-weft-ignored-fields"
+MOST_TOLD = 256  # bytes of the header
+SMALL = 200  # bytes of a value that may ask for nothing; longer ones ask for something
+
+# Without effect on the answer, whatever they say.
+HARMLESS = frozenset(
+    (
+        # OpenAI
+        *("store", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+        *("stream_options", "max_tool_calls", "moderation"),
+        # vLLM: of beam search, of slow tokenizers, or names for logs
+        *("length_penalty", "early_stopping", "spaces_between_special_tokens", "request_id"),
+        *("guided_decoding_backend", "data_parallel_rank"),
+        # llama.cpp: caches and slots, and details of samplers that are off
+        *("cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard", "mirostat_tau", "mirostat_eta", "dry_base"),
+        *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "dynatemp_exponent"),
+        *("repeat_last_n", "min_keep", "penalize_nl", "backend_sampling", "n_threads"),
+    )
+)
+
+# Refused where they ask for something: the values that ask for nothing (beside null, false, 0 and what is empty), and
+# what to do instead.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    # OpenAI
+    "modalities": ((["text"],), "answers are text only"),
+    "audio": ((), "answers are text only"),
+    "web_search_options": ((), "the server searches nothing"),
+    "verbosity": (("medium",), "say it in the prompt"),
+    "conversation": ((), "send the whole conversation as input"),
+    "context_management": ((), "send a shorter conversation"),
+    # vLLM
+    "logprob_token_ids": ((), "ask for logprobs"),
+    "detokenize": ((True,), "use return_token_ids"),
+    "logits_processors": ((), "leave it out"),
+    "mm_processor_kwargs": ((), "models here read text only"),
+    "media_io_kwargs": ((), "models here read text only"),
+    "kv_transfer_params": ((), "leave it out"),
+    "ec_transfer_params": ((), "leave it out"),
+    "vllm_xargs": ((), "leave it out"),
+    "chat_template": ((), "the operator sets it with --chat-template"),
+    "prompt_embeds": ((), "send text or token ids"),
+    "guided_whitespace_pattern": ((), "leave it out"),
+    "repetition_detection": ((), "leave it out"),
+    "thinking_token_budget": ((), "use max_tokens"),
+    # llama.cpp
+    "n_predict": ((-1,), "use max_tokens"),
+    "n_probs": ((), "use logprobs"),
+    "n_indent": ((), "leave it out"),
+    "t_max_predict_ms": ((-1,), "use max_tokens"),
+    "t_max_prompt_ms": ((-1,), "leave it out"),
+    "mirostat": ((), "leave it out"),
+    "dry_multiplier": ((), "use frequency_penalty"),
+    "xtc_probability": ((), "use min_p"),
+    "typical_p": ((1,), "use top_p or min_p"),
+    "tfs_z": ((1,), "use top_p or min_p"),
+    "top_n_sigma": ((-1,), "use top_p or min_p"),
+    "dynatemp_range": ((), "use temperature"),
+    "adaptive_target": ((-1,), "use temperature"),
+    "repeat_penalty": ((1,), "use repetition_penalty"),
+    "samplers": ((), "the order of samplers is fixed here"),
+    "grammar_lazy": ((), "use tools"),
+    "grammar_triggers": ((), "use tools"),
+    "preserved_tokens": ((), "use skip_special_tokens"),
+    "post_sampling_probs": ((), "use logprobs"),
+    "return_tokens": ((), "use return_token_ids"),
+    "return_progress": ((), "leave it out"),
+    "timings_per_token": ((), "the last chunk has metrics"),
+    "response_fields": ((), "leave it out"),
+    "lora": ((), "no adapters are loaded here"),
+    "reasoning_format": (("auto", "deepseek"), "thoughts come as reasoning_content"),
+    "thinking_forced_open": ((), "use chat_template_kwargs"),
+    "parse_tool_calls": ((True,), "leave tools out"),
+    "system_prompt": ((), "send it as a message"),
+    "input_prefix": ((), "send one prompt"),
+    "input_suffix": ((), "send one prompt"),
+    "input_extra": ((), "send one prompt"),
+    "image_data": ((), "models here read text only"),
+}
+
+# Fields of one path are refused on others, where they would have no effect; these values ask for nothing.
+_ELSEWHERE = frozenset((*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__))
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "top_k": (-1,),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "parallel_tool_calls": (True,),
+    "include_reasoning": (True,),
+    "add_generation_prompt": (True,),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "truncation_side": ("left",),
+}
+NAMES = HARMLESS | REFUSED.keys() | _ELSEWHERE
+
+
+def ignored(others: Mapping[str, bytes]) -> list[str]:
+    """Of the fields that a body does not have, as JSON by name, those that no server knows. Raises where a known one
+    asks for something."""
+    found = []
+    for name, value in others.items():
+        if name in REFUSED:
+            neutral, way_out = REFUSED[name]
+            _check(name, value, neutral, f"is not supported here: {way_out}")
+        elif name in HARMLESS:
+            continue
+        elif name in _ELSEWHERE:
+            _check(name, value, _NEUTRAL.get(name, ()), "has no effect on this path: leave it out")
+        else:
+            found.append(name)
+    return found
+
+
+def _check(name: str, value: bytes, neutral: tuple[Any, ...], wrong: str) -> None:
+    wish = msgspec.json.decode(value) if len(value) <= SMALL else value
+    if wish and wish not in neutral:
+        raise ApiError(400, f"{name} {wrong}", param=name)
+
+
+def told(names: Iterable[str]) -> bytes:
+    """The value of the header that tells what was ignored; a long list ends with `...`."""
+    text = ""
+    for name in names:
+        shown = _UNPRINTABLE.sub("?", name[:64])
+        if len(text) + len(shown) + 7 > MOST_TOLD:
+            return f"{text}, ...".encode()
+        text = f"{text}, {shown}" if text else shown
+    return text.encode()
+
+
+_UNPRINTABLE = re.compile(r"[^\x21-\x2b\x2d-\x7e]")  # in a header's list; the comma stands between names

@@ -1,0 +1,67 @@
+"""Lengths: how much of a prompt is kept, and whether it fits into the context and its answer into memory."""
+
+from weft.engine.params import SamplingParams
+from weft.errors import RequestError
+from weft.serve.errors import ApiError
+from weft.serve.fields import ChatBody, Sampling
+from weft.serve.messages import Facts
+
+Ids = list[int]
+MOST_DESCRIBED = 1_000_000  # log probabilities of prompts in one answer: about 50 MB
+
+
+def kept(body: Sampling, max_tokens: int | None, facts: Facts) -> int:
+    """How many tokens of a prompt are kept at most; 0: all."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return 0
+    if most == -1:
+        return max(1, facts.max_model_len - max(1, max_tokens or 1))
+    if most < 1:
+        raise RequestError(f"truncate_prompt_tokens={most} must be at least 1, or -1 for all that there is room for")
+    return most
+
+
+def truncated(ids: Ids, body: Sampling, keeps: int) -> Ids:
+    """A part of a prompt, where that is what the client wants."""
+    if not keeps:
+        return ids
+    return ids[:keeps] if body.truncation_side == "right" else ids[-keeps:]
+
+
+def says_length(body: Sampling) -> bool:
+    return body.max_tokens is not None or getattr(body, "max_completion_tokens", None) is not None
+
+
+def prompt_field(body: Sampling) -> str:
+    return "messages" if isinstance(body, ChatBody) else "prompt"
+
+
+def check_length(prompt_tokens: int, max_tokens: int | None, facts: Facts, field: str) -> None:
+    if prompt_tokens + (max_tokens or 1) > facts.max_model_len:
+        raise too_long(prompt_tokens, max_tokens, facts, field)
+
+
+def check_described(prompts: list[Ids], params: SamplingParams) -> None:
+    """Each choice shows what is known of its prompt. Alternatives may be shown twice: in OpenAI's way and in vLLM's."""
+    if params.prompt_logprobs is None:
+        return
+    shown = params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)
+    if shown > MOST_DESCRIBED:
+        raise RequestError(
+            f"prompt_logprobs: {shown} log probabilities of prompts are too many for one answer, which may have "
+            f"{MOST_DESCRIBED}: ask for fewer, or send fewer prompts, or lower n"
+        )
+
+
+def too_long(prompt_tokens: int, max_tokens: int | None, facts: Facts, field: str) -> ApiError:
+    alone = max_tokens is None or prompt_tokens >= facts.max_model_len
+    wanted = f"{prompt_tokens} tokens" if alone else f"{prompt_tokens} tokens and asks for {max_tokens} more"
+    # Clients recognise the first sentence, whoever serves.
+    return ApiError(
+        400,
+        f"This model's maximum context length is {facts.max_model_len} tokens. However, the prompt has {wanted}: "
+        "shorten the prompt or lower max_tokens",
+        param=field if alone else "max_tokens",
+        code="context_length_exceeded",
+    )

@@ -1,0 +1,171 @@
+"""Tools: which functions a chat may call, whether it must, and the form that its reply is then held to."""
+
+from typing import Any, NamedTuple
+
+from weft.engine.params import Calls, StructuredOutputs
+from weft.errors import RequestError
+from weft.serve.choices import ForcedCall, ForcedCalls
+from weft.serve.fields import ChatBody, Json
+from weft.text.tools import ToolParser, make_tool_parser
+
+MOST_CALLS = 8  # of tools in one reply, where it must consist of calls
+
+
+class Tools(NamedTuple):
+    """What a chat may call, and whether it must."""
+
+    shown: list[Json] | None  # to the model
+    choice: str  # "none", "auto", "required" or "named"
+    schemas: list[tuple[str, Json]]  # of those that may be called: name and parameters
+    parallel: bool
+    legacy: bool = False  # asked for as functions and function_call, and answered in these words
+
+    @classmethod
+    def of(cls, body: ChatBody) -> "Tools":
+        if body.functions is not None or body.function_call is not None:
+            return cls._of_functions(body)
+        shown = body.tools or []
+        schemas = [_function(tool) for tool in shown]
+        choice: Any = body.tool_choice if body.tool_choice is not None else ("auto" if schemas else "none")
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            choice, names = _allowed(choice, [name for name, _ in schemas])
+            shown = [tool for tool, (name, _) in zip(shown, schemas, strict=True) if name in names]
+            schemas = [schema for schema in schemas if schema[0] in names]
+        elif isinstance(choice, dict):
+            choice, schemas = "named", [_named(choice.get("function"), schemas, "tool_choice")]
+        elif choice not in ("none", "auto", "required"):
+            raise RequestError(
+                f"tool_choice={choice!r:.60} is unknown: choose none, auto, required, a function or allowed_tools"
+            )
+        if choice == "required" and not schemas:
+            raise RequestError("tool_choice=required needs tools to choose from")
+        return cls(shown or None, choice, schemas, body.parallel_tool_calls is not False)
+
+    @classmethod
+    def _of_functions(cls, body: ChatBody) -> "Tools":
+        """The older form of the same wish, in which a reply has one call at most."""
+        if body.tools is not None or body.tool_choice is not None:
+            raise RequestError("functions: the older form of tools cannot stand beside tools; give one of them")
+        shown = [{"type": "function", "function": function} for function in body.functions or []]
+        schemas = [_function(tool) for tool in shown]
+        choice: Any = body.function_call if body.function_call is not None else ("auto" if schemas else "none")
+        if isinstance(choice, dict):
+            choice, schemas = "named", [_named(choice, schemas, "function_call")]
+        elif choice not in ("none", "auto"):
+            raise RequestError(f"function_call={choice!r:.60} is unknown: choose none, auto or a function")
+        return cls(shown or None, choice, schemas, parallel=False, legacy=True)
+
+    def structure(self) -> StructuredOutputs | None:
+        """What the reply is held to where it must be a call."""
+        if self.choice == "named":
+            return StructuredOutputs(json={**self.schemas[0][1], **_GUIDANCE})
+        if self.choice == "required":
+            most = MOST_CALLS if self.parallel else 1
+            return StructuredOutputs(json={**self._list("arguments", most), **_GUIDANCE})
+        return None
+
+    def calls(self, own: str | None, template: str) -> Calls | None:
+        """What calls look like where the model may write them by itself, in the format `own`, beside another form."""
+        if self.choice != "auto" or not self.schemas or own is None:
+            return None
+        if own == "hermes":
+            return Calls({**self._one("arguments"), **_LENIENT}, "<tool_call>", "</tool_call>", self.parallel)
+        if own == "llama3_json":
+            return Calls({**self._one("parameters"), **_LENIENT})
+        if own == "mistral" and "[ARGS]" not in template:  # models that write NAME[ARGS]{...} cannot be held to this
+            most = MOST_CALLS if self.parallel else 1
+            return Calls({**self._list("arguments", most), **_LENIENT}, "[TOOL_CALLS]")
+        return None
+
+    def _list(self, arguments: str, most: int) -> Json:
+        """The schema of a list of calls."""
+        one = self._one(arguments)
+        defs = one.pop("$defs")
+        return {"type": "array", "items": one, "minItems": 1, "maxItems": most, "$defs": defs}
+
+    def _one(self, arguments: str) -> Json:
+        """The schema of a call, which has its arguments under this name."""
+        # Each tool's schema in a place of its own, so that what it refers to stays within it.
+        places = [f"#/$defs/{number}" for number in range(len(self.schemas))]
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, arguments: {"$ref": place}},
+                "required": ["name", arguments],
+                "additionalProperties": False,
+            }
+            for (name, _), place in zip(self.schemas, places, strict=True)
+        ]
+        defs = {
+            str(number): _moved(schema, place)
+            for number, ((_, schema), place) in enumerate(zip(self.schemas, places, strict=True))
+        }
+        return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": defs}
+
+    def parser(self, own: str | None) -> ToolParser | ForcedCall | ForcedCalls | None:
+        """`own` is the format that the model writes calls in by itself."""
+        if self.choice == "named":
+            return ForcedCall(self.schemas[0][0])
+        if self.choice == "required":
+            return ForcedCalls()
+        if self.choice == "auto" and self.schemas and own is not None:
+            return make_tool_parser(own, [name for name, _ in self.schemas])
+        return None
+
+
+def _named(choice: Any, schemas: list[tuple[str, Json]], field: str) -> tuple[str, Json]:
+    """The function that a choice names, of those that were given."""
+    name = choice.get("name") if isinstance(choice, dict) else None
+    for schema in schemas:
+        if schema[0] == name:
+            return schema
+    raise RequestError(f"{field} names the function {name!r:.60}, which is not among the tools")
+
+
+def _allowed(choice: Json, known: list[str]) -> tuple[str, set[str]]:
+    """The mode and the names of an allowed_tools choice, in the form of chats or in that of responses."""
+    wish = choice.get("allowed_tools", choice)
+    wish = wish if isinstance(wish, dict) else {}
+    mode, tools = wish.get("mode", "auto"), wish.get("tools")
+    if mode not in ("auto", "required"):
+        raise RequestError(f"tool_choice: allowed_tools has the mode {mode!r:.60}: choose auto or required")
+    if not isinstance(tools, list) or not tools:
+        raise RequestError("tool_choice: allowed_tools needs a list of tools, with one tool at least")
+    names = set()
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in known:
+            raise RequestError(f"tool_choice names the function {name!r:.60}, which is not among the tools")
+        names.add(name)
+    return mode, names
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that lies at `place` within another: references to its root are references to there."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(value, place) for name, value in schema.items()}
+    if isinstance(target := moved.get("$ref"), str) and target.startswith("#"):
+        moved["$ref"] = place + target[1:]
+    return moved
+
+
+# White space is for people, and nobody sees this. What a schema says that cannot be held to is left to the model: tools
+# come with all kinds of schemas, and few clients can change them.
+_GUIDANCE = {"x-guidance": {"whitespace_flexible": False, "lenient": True}}
+_LENIENT = {"x-guidance": {"lenient": True}}
+
+
+def _function(tool: Json) -> tuple[str, Json]:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise RequestError(f'tools must be objects like {{"type": "function", "function": ...}}, not {tool!r:.80}')
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not name:
+        raise RequestError("tools: every function needs a name")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise RequestError(f"tools: the parameters of {name!r:.60} must be a JSON schema, an object")
+    return name, parameters or {"type": "object", "properties": {}}
