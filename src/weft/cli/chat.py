@@ -29,9 +29,10 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from weft.llm import LLM
+    from weft.llm import LLM, resolve_model_path
 
     sampling_params(arguments)  # refuses nonsense before the model is loaded
+    resolve_model_path(arguments.model)  # on a line of its own
     print("loading the model ...", end="\r", file=sys.stderr, flush=True)
     llm = LLM(**engine_options(arguments))
     if not llm.chat_template:
