@@ -10,7 +10,7 @@ import numpy as np
 from weft.core import Promise
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
-from weft.engine.params import SamplingParams, StructuredOutputs, Thoughts
+from weft.engine.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, Thoughts
 from weft.errors import RequestError
 from weft.serve.checker import Checker
 from weft.serve.choices import Choice, ForcedCall, ForcedCalls
@@ -53,6 +53,9 @@ class Desk:
     tool_parser: str | None
     reasoning_parser: str | None
     checker: Checker
+    max_logprobs: int = MAX_LOGPROBS  # alternatives a token that a request may ask for
+    names_ids: bool = False  # tokens in logprobs are named by their ids, unless a request says otherwise
+    includes_usage: bool = False  # in the last chunk of every stream
 
     async def completion(self, body: CompletionBody, caller: Caller, facts: Facts) -> Call:
         if body.suffix:
@@ -85,6 +88,7 @@ class Desk:
             self.texts.tokenizer,
             logprobs=body.logprobs,
             token_ids=bool(body.return_token_ids),
+            names_ids=self._names_ids(body),
             prompts=echoed,
             per_prompt=sampled,
             echo=bool(body.echo),
@@ -103,7 +107,7 @@ class Desk:
 
     async def response(self, body: ResponsesBody, caller: Caller, facts: Facts) -> Call:
         """A chat that is shown in another way."""
-        format = ResponsesFormat(f"resp_{caller.request_id}", self.model, self.texts.tokenizer, body)
+        format = ResponsesFormat(f"resp_{caller.request_id}", self.model, self.texts.tokenizer, body, self.names_ids)
         chat = await self.texts.aside(caller.size, lambda: as_chat(body))
         call = await self.chat(chat, caller, facts, format)
         call.includes_usage = True  # its last event has it
@@ -151,6 +155,7 @@ class Desk:
             self.texts.tokenizer,
             logprobs=bool(body.logprobs),
             token_ids=bool(body.return_token_ids),
+            names_ids=self._names_ids(body),
             prompt=ids,
             prompt_logprobs=body.prompt_logprobs is not None,
             reasoning=body.include_reasoning is not False,
@@ -165,6 +170,10 @@ class Desk:
             choice = Choice(index, self.texts.tokenizer, ids, params, reasoning=reasoning, tools=parser, single=single)
             choices.append(choice)
         return await self._call(body, caller, facts, [ids], params, choices, format)
+
+    def _names_ids(self, body: Sampling) -> bool:
+        own = body.return_tokens_as_token_ids
+        return self.names_ids if own is None else own
 
     def _behind_thoughts(self, params: SamplingParams, prompt_end: str, begun: str | None) -> SamplingParams:
         """A model that thinks does so before it is held to a structure."""
@@ -203,6 +212,7 @@ class Desk:
         if params.structured_outputs is not None:
             await self.checker.check(params.structured_outputs)
         params.check_vocabulary(facts.vocab_size)
+        _check_logprobs(params, self.max_logprobs)
         for ids in prompts:
             _check_length(len(ids), params.max_tokens if _says_length(body) else None, facts)
         wishes = _wishes(body, caller, facts)
@@ -223,7 +233,7 @@ class Desk:
             max_tokens=params.max_tokens,
             promise=promise,
             stream=bool(body.stream),
-            includes_usage=body.includes_usage,
+            includes_usage=body.includes_usage or self.includes_usage,
             counts_always=body.counts_always,
             is_described=params.logprobs is not None or params.prompt_logprobs is not None,
             headers=_promised(promise),
@@ -403,6 +413,13 @@ def _says_length(body: Sampling) -> bool:
 def _check_length(prompt_tokens: int, max_tokens: int | None, facts: Facts) -> None:
     if prompt_tokens + (max_tokens or 1) > facts.max_model_len:
         raise _too_long(prompt_tokens, max_tokens, facts)
+
+
+def _check_logprobs(params: SamplingParams, most: int) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and wanted > most:
+            raise RequestError(f"{name}: {wanted} alternatives a token are wanted, and {most} may be (--max-logprobs)")
 
 
 def _check_described(prompts: list[Ids], params: SamplingParams) -> None:

@@ -58,6 +58,7 @@ class Sampling(Struct, kw_only=True):
     priority: Whole | None = None  # lower goes first, within an API key; under slo only
     cache_salt: str | None = None  # prompts share cached prefixes only with those of the same salt
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # names of tokens in logprobs; None: as the server is told
     truncate_prompt_tokens: Whole | None = None  # keep only so many, the last ones
     use_beam_search: bool | None = None  # this and the next two change the answer and are not there: an error
     bad_words: list[str] | None = None

@@ -55,7 +55,11 @@ class _Base:
     kind: str  # of a chunk
     done = b"data: [DONE]\n\n"
 
-    def __init__(self, id: str, model: str, tokenizer: Tokenizer | None, *, token_ids: bool) -> None:
+    def __init__(
+        self, id: str, model: str, tokenizer: Tokenizer | None, *, token_ids: bool, names_ids: bool = False
+    ) -> None:
+        """With `names_ids`, tokens in log probabilities are named by their ids."""
+        self.names_ids = names_ids
         self.id = id
         self.model = model
         self.tokenizer = tokenizer
@@ -76,7 +80,7 @@ class _Base:
         return frame({**self._envelope(self.kind), "choices": [shown], **extras})
 
     def _name(self, token: int) -> str:
-        return token_name(self.tokenizer, token)
+        return token_name(None if self.names_ids else self.tokenizer, token)
 
     def _all_prompt_logprobs(self, choice: Choice, length: int) -> list[Json | None]:
         """As vLLM shows them: one object a position, by token id; nothing predicts the first token."""
@@ -87,7 +91,7 @@ class _Base:
         ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(found.top.items(), start=1)}
         ranked[found.token] = (found.logprob, found.rank)
         return {
-            str(token): {"logprob": logprob, "rank": rank, "decoded_token": self._name(token)}
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": token_name(self.tokenizer, token)}
             for token, (logprob, rank) in ranked.items()
         }
 
@@ -106,8 +110,9 @@ class ChatFormat(_Base):
         prompt: Sequence[int],
         prompt_logprobs: bool,
         reasoning: bool = True,
+        names_ids: bool = False,
     ) -> None:
-        super().__init__(id, model, tokenizer, token_ids=token_ids)
+        super().__init__(id, model, tokenizer, token_ids=token_ids, names_ids=names_ids)
         self.logprobs = logprobs
         self.prompt = prompt
         self.prompt_logprobs = prompt_logprobs
@@ -171,21 +176,23 @@ class ChatFormat(_Base):
         return about
 
     def _logprob(self, found: TokenLogprobs) -> Json:
-        return spelled_logprob(self.tokenizer, found)
+        return spelled_logprob(self.tokenizer, found, self.names_ids)
 
 
-def spelled_logprob(tokenizer: Tokenizer | None, found: TokenLogprobs) -> Json:
-    """A token and its likeliest alternatives, as chats show them."""
+def spelled_logprob(tokenizer: Tokenizer | None, found: TokenLogprobs, names_ids: bool = False) -> Json:
+    """A token and its likeliest alternatives, as chats show them; with `names_ids`, named by their ids."""
+    names = None if names_ids else tokenizer
 
     def entry(token: int, logprob: float) -> Json:
         spelled = tokenizer.token_bytes(token) if tokenizer is not None else b""
-        return {"token": token_name(tokenizer, token), "logprob": _finite(logprob), "bytes": list(spelled)}
+        return {"token": token_name(names, token), "logprob": _finite(logprob), "bytes": list(spelled)}
 
     top = [entry(token, logprob) for token, logprob in found.top.items()]
     return {**entry(found.token, found.logprob), "top_logprobs": top}
 
 
 def token_name(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token's text; without a tokenizer, its id as vLLM writes it."""
     return tokenizer.token_text(token) if tokenizer is not None else f"token_id:{token}"
 
 
@@ -217,9 +224,10 @@ class CompletionFormat(_Base):
         prompt_logprobs: bool,
         keeps: int | None = None,
         generates: bool = True,
+        names_ids: bool = False,
     ) -> None:
         """`prompts` as ids and text, each with `per_prompt` choices, of which the likeliest `keeps` are shown."""
-        super().__init__(id, model, tokenizer, token_ids=token_ids)
+        super().__init__(id, model, tokenizer, token_ids=token_ids, names_ids=names_ids)
         self.logprobs = logprobs
         self.prompts = prompts
         self.per_prompt = per_prompt

@@ -97,10 +97,12 @@ class Gate:
         log: Sparing,
         paths: Iterable[str],
         origins: Iterable[str] = (),
+        root_path: str = "",
     ) -> None:
         self.app, self.keys, self.metrics, self.log = app, keys, metrics, log
         self.paths = frozenset(paths)
         self.origins = frozenset(origin.encode() for origin in origins)
+        self.root_path = root_path  # a proxy may leave it before the path, or take it away
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -109,6 +111,8 @@ class Gate:
             else:
                 await self.app(scope, receive, send)
             return
+        if self.root_path and scope["path"].startswith(self.root_path + "/"):
+            scope["path"] = scope["path"].removeprefix(self.root_path)
         status = 0
 
         async def counted(message: Message) -> None:

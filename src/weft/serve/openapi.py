@@ -50,7 +50,8 @@ _SLO_HEADERS = [
 ]
 
 
-def description(with_keys: bool) -> Json:
+def description(with_keys: bool, root_path: str = "") -> Json:
+    """`root_path` is where a proxy shows the server."""
     bodies = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
     refs, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     completion, chat, response, tokenize, detokenize = refs
@@ -76,6 +77,8 @@ def description(with_keys: bool) -> Json:
         },
         "components": {"schemas": components},
     }
+    if root_path:
+        found["servers"] = [{"url": root_path}]
     if with_keys:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"key": []}]

@@ -311,7 +311,7 @@ def _finite(seconds: float | None) -> float | None:
 
 
 def _end_with_parent() -> None:
-    """Reads the file itself: `sys.stdin` has a lock, and Python aborts where a thread holds it when the process ends."""
+    """Reads the file itself: `sys.stdin` has a lock, and Python aborts at its end where a thread still holds that."""
     while os.read(STDIN, 4096):
         pass
     os._exit(0)
