@@ -20,7 +20,8 @@ def with_dashes(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def make_parser() -> Parser:
+    """Reads all commands."""
     parser = Parser(
         prog="weft", description="Language models whose token streams do not stutter when a long prompt arrives."
     )
@@ -28,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.register(commands)
-    chosen = parser.parse_args(with_dashes(sys.argv[1:] if arguments is None else arguments))
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    chosen = make_parser().parse_args(with_dashes(sys.argv[1:] if arguments is None else arguments))
     try:
         return int(chosen.run(chosen))
     except WeftError as error:

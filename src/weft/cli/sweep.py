@@ -37,7 +37,12 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--traces", type=Path, metavar="DIR", help="folder with the files of both traces, named as published")
+    add(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        help="folder with AzureLLMInferenceTrace_conv.csv and mooncake_conversation_trace.jsonl (docs/start.md)",
+    )
     add("--out", type=Path, required=True, metavar="FILE", help="results, JSON lines; added to if it is there")
     add("--jobs", type=int, metavar="N", help="processes (default: one a core)")
     add("--only", default="", metavar="SUBSTRING", help="only runs with this in their name, see below")
