@@ -11,6 +11,7 @@ chat: .venv/.chat
 	$(BIN)/weft chat
 
 test: .venv/.test
+	@echo "ruff and mypy: about 1 minute; then all tests: 10 to 30 minutes on two cores"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -28,14 +29,19 @@ clients: .venv/.test .venv-clients/.installed
 	touch $@
 
 .venv/.chat: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable .
+	@echo "Installing weft and its libraries into .venv, once: PyTorch is most of it (on Linux with CUDA's libraries, about 3 GB"
+	@echo "to download; elsewhere 0.3 GB). 1 to 10 minutes, by your connection. Nothing is installed outside of .venv."
+	$(BIN)/python -m pip install --editable .
 	touch $@
 
 .venv/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@echo "Installing weft, its libraries and those of its tests (pytest, Transformers, matplotlib, ruff, mypy, ...) into .venv,"
+	@echo "once: about 4 GB to download on Linux, 1 GB elsewhere. 2 to 15 minutes, by your connection."
+	$(BIN)/python -m pip install --editable '.[test]'
 	touch $@
 
 $(BIN)/python:
+	@echo "Making a virtual environment in .venv: a few seconds"
 	$(PYTHON) -m venv .venv
 
 clean:

@@ -20,6 +20,7 @@ from weft.engine.pooling import finished, pooling_of, pooling_params
 from weft.engine.stream import Stream
 from weft.errors import EngineError, ModelError, PromptError, RequestError
 from weft.files import read_json
+from weft.hub import resolve_model
 from weft.progress import batch_progress
 from weft.text.chat import ChatTemplate
 from weft.text.output import TextStream
@@ -369,14 +370,12 @@ class _Reader:
 
 
 def resolve_model_path(model: str | None) -> Path:
+    """The directory of a model, with a config.json in it. Needs no torch, so that a wrong path is told at once."""
     if model is None:
         return DEFAULT_MODEL
-    path = Path(model)
-    if path.is_dir():
-        return path
-    from weft.models.hub import resolve_model
-
-    return resolve_model(model)
+    path = resolve_model(model)
+    read_json(path / "config.json")
+    return path
 
 
 def _as_batch(prompts: Any) -> list[Prompt]:

@@ -117,6 +117,7 @@ def test_while_a_variant_starts() -> None:
     idle = f"{sys.executable} -c 'import time; time.sleep(600)' {{port}}"
     bench = Bench("ab", "--variant", f"one: {idle}", "--variant", f"two: {idle}", "--num-prompts", "1")
     assert bench.process.stderr is not None
+    assert "6 runs, and 6 starts of servers; each takes as long as" in bench.process.stderr.readline()
     assert bench.process.stderr.readline() == "run 1 of 6: one\n"
     time.sleep(0.5)
     code, _, err = bench.interrupted()

@@ -17,7 +17,8 @@ from tests.models.test_config import LLAMA
 from tests.models.test_logits import load
 from weft.errors import ModelError
 from weft.files import MOST_DEPTH
-from weft.models import ARCHITECTURES, load_config, resolve_model
+from weft.hub import resolve_model
+from weft.models import ARCHITECTURES, load_config
 
 INDEX = "model.safetensors.index.json"
 

@@ -14,7 +14,8 @@ from tests.models import tiny
 from tests.models.conftest import Saved
 from tests.models.test_logits import CPU, difference, load
 from weft.errors import ModelError
-from weft.models import CausalLM, load_config, load_model, resolve_model
+from weft.hub import resolve_model
+from weft.models import CausalLM, load_config, load_model
 
 
 def dummy(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> CausalLM:

@@ -36,7 +36,7 @@ class RunningServer:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
-            if found := re.search(r"on (http://\S+)", line):
+            if found := re.search(r"on (https?://\S+)", line):
                 self.url = found[1]
                 self._said.set()
         self._said.set()

@@ -67,11 +67,18 @@ def interference_chart(file: Path, panels: Sequence[tuple[str, Sequence[Interfer
     _save(figure, file)
 
 
-def _pyplot() -> Any:
+def check_charts() -> None:
+    """Raises where charts cannot be drawn: to be called before anything is measured."""
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ImportError:
-        raise OptionError("a chart needs matplotlib: pip install 'weft[charts]'") from None
+        raise OptionError("a chart needs matplotlib, which is not installed: pip install 'weft[charts]'") from None
+
+
+def _pyplot() -> Any:
+    check_charts()
+    import matplotlib
+
     matplotlib.use("svg")
     from matplotlib import pyplot
 

@@ -1,17 +1,17 @@
 """The command line: one file a command. Nothing heavy is imported before it is needed, so that --help is instant."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from weft import __version__
 from weft.cli import bench, calibrate, chat, generate, serve, simulate, sweep
+from weft.cli.parser import Parser
 from weft.errors import WeftError
 
 COMMANDS = (serve, chat, generate, calibrate, simulate, sweep, bench)
 
 
-def _with_dashes(arguments: Sequence[str]) -> list[str]:
+def with_dashes(arguments: Sequence[str]) -> list[str]:
     """--max_model_len is --max-model-len, as users of vLLM are used to."""
     return [
         name.replace("_", "-") + equals + value if name.startswith("--") else argument
@@ -20,15 +20,20 @@ def _with_dashes(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """Reads all commands."""
+    parser = Parser(
         prog="weft", description="Language models whose token streams do not stutter when a long prompt arrives."
     )
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.register(commands)
-    chosen = parser.parse_args(_with_dashes(sys.argv[1:] if arguments is None else arguments))
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    chosen = make_parser().parse_args(with_dashes(sys.argv[1:] if arguments is None else arguments))
     try:
         return int(chosen.run(chosen))
     except WeftError as error:

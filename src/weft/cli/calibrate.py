@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.bench.shapes import shape_directory
+from weft.cli.estimate import in_words, tell_estimate
 from weft.cli.options import add_engine_arguments, engine_options
 from weft.cli.shapes import SHAPE_HELP
 from weft.errors import EngineError, OptionError
@@ -79,6 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.shape is not None:
             options["model"] = str(stack.enter_context(shape_directory(arguments.shape)))
             options["load_format"] = "dummy"
+        seconds = in_words(arguments.seconds)
+        why = f"{seconds} of single steps and {seconds} of a rehearsal, after the model is loaded"
+        tell_estimate(2 * arguments.seconds, why)
         llm = LLM(**options)
         calibration, file = _measure(llm, arguments)
     _show(calibration, file, llm.options.max_num_batched_tokens)

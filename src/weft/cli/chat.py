@@ -4,7 +4,14 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from weft.cli.options import add_engine_arguments, add_sampling_arguments, engine_options, sampling_params
+from weft.cli.options import (
+    add_engine_arguments,
+    add_model_option,
+    add_sampling_arguments,
+    choose_model,
+    engine_options,
+    sampling_params,
+)
 from weft.engine.params import SamplingParams
 from weft.errors import ModelError, RequestError
 
@@ -24,14 +31,17 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     parser.add_argument("--system", metavar="TEXT", help="system message to begin with")
     parser.add_argument("--no-stats", dest="stats", action="store_false", help="no line of times after an answer")
     add_engine_arguments(parser)
+    add_model_option(parser)
     add_sampling_arguments(parser, max_tokens=512)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from weft.llm import LLM
+    from weft.llm import LLM, resolve_model_path
 
     sampling_params(arguments)  # refuses nonsense before the model is loaded
+    choose_model(arguments)
+    resolve_model_path(arguments.model)  # on a line of its own
     print("loading the model ...", end="\r", file=sys.stderr, flush=True)
     llm = LLM(**engine_options(arguments))
     if not llm.chat_template:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weft import __version__
 from weft.bench.others import Others
 from weft.bench.shapes import shape_directory
+from weft.cli.estimate import SERVER_START, in_words, tell_estimate
 from weft.cli.load import api_key, check_folders, new_words, on_fast_loop, write_json
 from weft.cli.options import add_engine_arguments, engine_options, serve_arguments
 from weft.cli.shapes import SHAPE_HELP
@@ -280,6 +281,7 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
     from weft.sim.profiles import load_profile
 
     command, policies = _command(arguments), _policies(arguments)
+    _tell_estimate(arguments, len(policies))
     name = arguments.shape
     plays: list[Play] = []
     with ExitStack() as stack:
@@ -302,6 +304,20 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
         **_about(arguments, plays[-1], name),
         "policies": [_result(arguments, play) for play in plays],
     }
+
+
+def _tell_estimate(arguments: argparse.Namespace, policies: int) -> None:
+    from weft.sim.traces import load_trace
+    from weft.sim.workloads import parse_workload
+
+    if arguments.workload is not None:
+        each = parse_workload(arguments.workload).duration
+    else:
+        each = min(load_trace(arguments.trace).span / (arguments.rate_scale or 1.0), arguments.duration or math.inf)
+    runs = policies * arguments.repeats
+    starts = 0 if arguments.url is not None else runs
+    told = f"{runs} served runs of {in_words(each)}" + (f", and {starts} starts of the engine" if starts else "")
+    tell_estimate(runs * each + starts * SERVER_START, f"{told}; a large model takes longer to start")
 
 
 def _play(arguments: argparse.Namespace, policy: str, calibration: "Profile | None") -> Play:

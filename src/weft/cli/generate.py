@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from weft.cli.options import (
     add_engine_arguments,
+    add_model_option,
     add_promise_arguments,
     add_sampling_arguments,
+    choose_model,
     engine_options,
     sampling_params,
 )
@@ -47,6 +49,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     add_engine_arguments(parser)
+    add_model_option(parser)
     add_promise_arguments(parser)
     add_sampling_arguments(parser, max_tokens=256)
     parser.set_defaults(run=run)
@@ -59,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError("--output goes with --input; a single --prompt is written to standard output")
     given = sampling_params(arguments)  # what is wrong is said before the model is loaded
     jobs = None if arguments.input is None else _read_jobs(arguments.input, given)
+    choose_model(arguments)
     llm = LLM(**engine_options(arguments))
     params = sampling_params(arguments, llm.default_params)
     if jobs is None:

@@ -8,6 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.cli.estimate import (
+    ENGINE_START,
+    INTERFERENCE_OUTSIDE,
+    INTERFERENCE_RUN,
+    INTERFERENCE_SHAPE,
+    tell_estimate,
+)
 from weft.cli.load import api_key, check_folders, interrupted, write_json
 from weft.cli.shapes import SHAPE_HELP
 from weft.engine.options import check_milliseconds
@@ -72,6 +79,7 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
+    _tell_estimate(arguments)
     if arguments.url is not None:
         return _outside(arguments)
     profile = arguments.profile or PROFILE
@@ -100,6 +108,22 @@ def run(arguments: argparse.Namespace) -> int:
             panels.append((f"{arguments.model or arguments.shape or 'default model'} (measured)", _typical(real)))
         interference_chart(arguments.chart, panels)
     return 0
+
+
+def _tell_estimate(arguments: argparse.Namespace) -> None:
+    if arguments.simulated_only:
+        return  # a second
+    if arguments.url is not None:
+        why = f"{arguments.runs} runs against the server; a slow one takes longer"
+        tell_estimate(arguments.runs * INTERFERENCE_OUTSIDE, why)
+        return
+    runs = arguments.runs + 2  # one of monolithic and one of chunked
+    if arguments.shape is not None:
+        tell_estimate(ENGINE_START + runs * INTERFERENCE_SHAPE, f"{runs} runs on this machine, if it has a GPU")
+        return
+    each = INTERFERENCE_RUN * max(1.0, (arguments.prompt_tokens or 0) / 3000)
+    why = f"{runs} runs on this machine of {each:.0f} s each on two cores; MODEL may take longer"
+    tell_estimate(ENGINE_START + runs * each, why)
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -148,13 +148,17 @@ def interrupted(told: str) -> int:
 
 
 def check_folders(arguments: argparse.Namespace) -> None:
-    """Before anything is measured: what cannot be written is said now."""
+    """Before anything is measured: what cannot be written or drawn is said now."""
     for name in ("json", "html", "chart"):
         file = getattr(arguments, name, None)
         if file is not None and not file.parent.is_dir():
             raise OptionError(f"--{name} {file}: there is no folder {file.parent}")
         if file is not None and file.is_dir():
             raise OptionError(f"--{name} {file} is a folder: name a file")
+    if getattr(arguments, "chart", None) is not None:
+        from weft.bench.charts import check_charts
+
+        check_charts()
 
 
 def new_words() -> int:

@@ -1,11 +1,13 @@
 """Arguments that several commands share: the engine's and the sampling ones."""
 
 import argparse
+import os
 from dataclasses import fields, replace
 from typing import Any
 
 from weft.engine.options import POLICIES, EngineOptions
 from weft.engine.params import SamplingParams
+from weft.errors import OptionError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -19,7 +21,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    add("--dtype", default="auto", help="auto (the checkpoint's), float32, float16 or bfloat16 (default: auto)")
+    add(
+        "--dtype",
+        default="auto",
+        help="auto (the checkpoint's), float32 or float, float16 or half, or bfloat16 (default: auto)",
+    )
     add("--device", default="auto", help="auto (cuda where there is one), cpu or cuda (default: auto)")
     add(
         "--max-model-len",
@@ -50,6 +56,19 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the KV cache of prompts and reuse it where another begins alike (default: on)",
     )
     add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights (default: auto)")
+
+
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """vLLM's other way to name the model."""
+    parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same as MODEL without --model")
+
+
+def choose_model(arguments: argparse.Namespace) -> None:
+    """Sets `model` to what either way names."""
+    named, default = arguments.named_model, os.environ.get("WEFT_MODEL", "").strip()
+    if arguments.model is not None and named not in (None, arguments.model, default):
+        raise OptionError(f"MODEL {arguments.model} and --model {named}: give one of them")
+    arguments.model = named if arguments.model is None else arguments.model
 
 
 def add_promise_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from weft.cli.estimate import tell_runs
 from weft.cli.load import add_load_arguments, api_key, interrupted, measured, new_words, settled, show_caveats
 from weft.errors import OptionError
 
@@ -80,11 +81,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _sweep(arguments: argparse.Namespace, low: float, high: float) -> int:
     """How many requests were completed in all."""
-    from weft.load.sweep import Lines, highest, keeps_up, pace
+    from weft.load.sweep import Lines, highest, keeps_up, middle_rates, pace
     from weft.load.variants import Variant, parse_variants, running
 
     variants, lines, completed = parse_variants(arguments.variant), Lines(arguments.out), 0
     settings = {name: str(value) for name, value in sorted(vars(arguments).items()) if name not in BESIDE}
+
+    rates = [*(arguments.rates or ()), *([] if arguments.find is None else [low, high, *middle_rates(low, high)])]
+    starts = len(rates) * sum(not variant.is_running for variant in variants)
+    tell_runs(arguments, rates * len(variants), starts, most=True)
 
     def measure(variant: Variant, rate: float) -> dict[str, Any]:
         def now() -> dict[str, Any]:

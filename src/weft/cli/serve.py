@@ -2,13 +2,15 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from weft.cli.options import add_engine_arguments, add_promise_arguments, engine_options
+from weft.cli.foreign import Foreign, add_foreign, tell_foreign
+from weft.cli.options import add_engine_arguments, add_model_option, add_promise_arguments, choose_model, engine_options
+from weft.cli.structured import add_structured_arguments
 from weft.engine.options import EngineOptions
+from weft.engine.params import MAX_LOGPROBS
 from weft.errors import OptionError
 
 PREFIX = "WEFT_"
@@ -31,6 +33,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_engine_arguments(parser)
+    add_model_option(parser)
     add_promise_arguments(parser)
     engine = parser.add_argument_group("sampling")
     engine.add_argument("--seed", type=int, metavar="N", help="for requests without a seed (default: different always)")
@@ -62,6 +65,13 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "times; [] for none (default: pages of http://localhost and http://127.0.0.1, on any port)",
     )
     add("--chat-template", metavar="FILE", help="Jinja template instead of the model's own; a file, or the text itself")
+    add(
+        "--chat-template-content-format",
+        choices=("auto", "string", "openai"),
+        default="auto",
+        help="what the template gets as a message's content: string (text), openai (a list of parts), or auto: what it "
+        "can show (default: auto)",
+    )
     add(
         "--share-prefix-cache",
         action="store_true",
@@ -95,6 +105,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         metavar="NAME",
         help="how the model marks its thoughts: auto (from its chat template), none, qwen3, deepseek_r1",
     )
+    _add_answers(parser.add_argument_group("answers").add_argument)
+    _add_transport(parser.add_argument_group("transport").add_argument)
     add(
         "--otlp-traces-endpoint",
         metavar="URL",
@@ -106,9 +118,44 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         help="write what every step carried, took and cost the host, as JSON lines (default: nowhere)",
     )
     _promises_of_a_server(parser)
-    _add_foreign(parser)
+    add_foreign(parser)
     parser.set_defaults(run=run)
     read_environment(parser, os.environ)
+
+
+def _add_answers(add: Any) -> None:
+    """What answers look like, and what they may ask for."""
+    add(
+        "--max-logprobs",
+        type=int,
+        default=MAX_LOGPROBS,
+        metavar="N",
+        help=f"most alternatives a token that logprobs may ask for, at most {MAX_LOGPROBS} (default: {MAX_LOGPROBS})",
+    )
+    add(
+        "--return-tokens-as-token-ids",
+        action="store_true",
+        help="name tokens in logprobs by their ids, as token_id:42, unless a request says otherwise (default: off)",
+    )
+    add(
+        "--enable-force-include-usage",
+        action="store_true",
+        help="end every stream with a chunk that has the usage, asked for or not (default: off)",
+    )
+    add_structured_arguments(add)
+
+
+def _add_transport(add: Any) -> None:
+    """How clients reach the server."""
+    add("--ssl-certfile", metavar="FILE", help="speak HTTPS with this certificate (chain), PEM (default: HTTP)")
+    add("--ssl-keyfile", metavar="FILE", help="the certificate's key, PEM, not encrypted (default: in --ssl-certfile)")
+    add(
+        "--root-path",
+        default="",
+        metavar="PREFIX",
+        help="path under which a proxy shows the server, as /llm; requests are taken with it and without (default: "
+        "none)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -122,37 +169,24 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("served_model_name", "api_key"):
         given[name] = tuple(given[name])
     given["allowed_origins"] = tuple(given["allowed_origins"]) or None
-    for option, value in arguments.foreign or ():
-        print(f"weft: {option} {value}".rstrip() + " has no meaning here and is ignored", file=sys.stderr)
+    tell_foreign(arguments)
+    given["reasoning_parser"] = _reasoning_parser(arguments)
+    choose_model(arguments)
     options = {**engine_options(arguments), "default_targets": arguments.policy == "slo"}
     return serve(ServeOptions(**given), EngineOptions.of(**options, seed=arguments.seed))
 
 
+def _reasoning_parser(arguments: argparse.Namespace) -> str:
+    """May be given in two places, as in vLLM."""
+    own: str = arguments.reasoning_parser
+    other: str = (arguments.structured_outputs_config or {}).get("reasoning_parser", own)
+    if "auto" not in (own, other) and own != other:
+        raise OptionError(f"--reasoning-parser {own} and --structured-outputs-config {other}: give one of them")
+    return other if own == "auto" else own
+
+
 MOST_REQUESTS = 8192  # that wait, by default: what they hold of memory is bounded, and so is what planning them costs
 MOST_TOKENS = 2**24  # of their prompts: 64 MiB of token ids
-
-# Options of vLLM that many command lines have, and that are always so here or have nothing to act on: those without a
-# value, those with any, and those with the one value that is true here.
-FLAGS = (
-    *("trust-remote-code", "enable-auto-tool-choice", "enable-chunked-prefill", "no-enable-chunked-prefill"),
-    *("enable-reasoning", "enforce-eager", "disable-log-requests", "enable-log-requests", "no-enable-log-requests"),
-    *("disable-log-stats", "disable-uvicorn-access-log", "async-scheduling", "enable-prompt-tokens-details"),
-    *("enable-server-load-tracking", "enable-request-id-headers", "disable-frontend-multiprocessing"),
-    *("disable-fastapi-docs", "use-tqdm-on-load", "enable-force-include-usage"),
-)
-VALUES = (
-    *("uvicorn-log-level", "max-log-len", "swap-space", "distributed-executor-backend", "guided-decoding-backend"),
-    *("compilation-config", "max-seq-len-to-capture", "download-dir", "seed-everything", "scheduling-policy"),
-    *("limit-mm-per-prompt", "structured-outputs-config", "max-parallel-loading-workers", "stream-interval"),
-)
-ONLY = {
-    **dict.fromkeys(("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "api-server-count"), "1"),
-    **dict.fromkeys(("cpu-offload-gb", "max-cpu-loras"), "0"),
-    **dict.fromkeys(("kv-cache-dtype", "tokenizer-mode", "generation-config", "config-format"), "auto"),
-    **dict.fromkeys(("runner", "task"), "generate"),
-    "response-role": "assistant",
-}
-SHORT = {"tensor-parallel-size": "-tp", "pipeline-parallel-size": "-pp", "data-parallel-size": "-dp"}
 
 
 class _Several(argparse.Action):
@@ -161,24 +195,6 @@ class _Several(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         before = getattr(namespace, self.dest)
         setattr(namespace, self.dest, [values] if before is self.default else [*before, values])
-
-
-class _Foreign(argparse.Action):
-    """Notes an option that has no meaning here; refuses a value that would have one."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        only = ONLY.get(self.dest.removeprefix("foreign-"))
-        if only is not None and values != only:
-            parser.error(f"argument {option_string}: {values} is not supported here, only {only}")
-        namespace.foreign = [*(namespace.foreign or ()), (option_string, values or "")]
-
-
-def _add_foreign(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(foreign=None)
-    for name in (*FLAGS, *VALUES, *ONLY):
-        names = [f"--{name}", *([SHORT[name]] if name in SHORT else [])]
-        nargs = 0 if name in FLAGS else None
-        parser.add_argument(*names, dest=f"foreign-{name}", action=_Foreign, nargs=nargs, help=argparse.SUPPRESS)
 
 
 def _promises_of_a_server(parser: argparse.ArgumentParser) -> None:
@@ -213,13 +229,16 @@ def read_environment(parser: argparse.ArgumentParser, environment: Mapping[str, 
     """Takes defaults from WEFT_... variables; what is wrong with one is said when the command runs."""
     misread: list[OptionError] = []
     for action in parser._actions:
-        text = environment.get(PREFIX + action.dest.upper(), "").strip()
-        if not text or not action.option_strings or action.dest == "help" or isinstance(action, _Foreign):
+        if not action.option_strings or action.dest == "help" or isinstance(action, Foreign):
+            continue
+        name = PREFIX + action.option_strings[0].removeprefix("--").replace("-", "_").upper()
+        text = environment.get(name, "").strip()
+        if not text or "." in name:  # no shell can set a variable with a dot
             continue
         if action.dest == "port" and text.startswith("tcp://"):
             continue  # Kubernetes sets it so in all containers beside a service with our name
         try:
-            action.default = _from_environment(PREFIX + action.dest.upper(), action, text)
+            action.default = _from_environment(name, action, text)
         except OptionError as error:
             misread.append(error)
     parser.set_defaults(misread=misread[0] if misread else None)
@@ -244,5 +263,7 @@ def _from_environment(name: str, action: argparse.Action, text: str) -> Any:
         return text
     try:
         return action.type(text)  # type: ignore[operator]
-    except (ValueError, argparse.ArgumentTypeError):
+    except argparse.ArgumentTypeError as error:
+        raise OptionError(f"{name}={text!r}: {error}") from None
+    except ValueError:
         raise OptionError(f"{name}={text!r} is not a value for {action.option_strings[0]}") from None

@@ -5,8 +5,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from weft.cli.estimate import SWEEP, tell_estimate
 from weft.errors import OptionError
+
+if TYPE_CHECKING:
+    from weft.sim.sweep_board import Run
 
 EPILOG = """\
 Names of runs are TRACE/TRUTH/POLICY/GAP, such as azure/exact/slo/25ms; plain policies (monolithic, chunked:N) look at
@@ -32,7 +37,12 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--traces", type=Path, metavar="DIR", help="folder with the files of both traces, named as published")
+    add(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        help="folder with AzureLLMInferenceTrace_conv.csv and mooncake_conversation_trace.jsonl (docs/start.md)",
+    )
     add("--out", type=Path, required=True, metavar="FILE", help="results, JSON lines; added to if it is there")
     add("--jobs", type=int, metavar="N", help="processes (default: one a core)")
     add("--only", default="", metavar="SUBSTRING", help="only runs with this in their name, see below")
@@ -56,11 +66,20 @@ def run(arguments: argparse.Namespace) -> int:
         jobs = (os.cpu_count() or 1) if arguments.jobs is None else arguments.jobs
         check_jobs(jobs)
         material = load_material(Grid(), arguments.traces)
+        _tell_estimate(arguments, Grid().coarse_runs(), jobs)
         with _growing_bar(arguments.progress) as tell:
             sweep(material, arguments.out, jobs, arguments.only, part=arguments.part, tell=tell)
     if arguments.table is not None:
         write_report(arguments.out, arguments.table, Grid())
     return 0
+
+
+def _tell_estimate(arguments: argparse.Namespace, runs: "list[Run]", jobs: int) -> None:
+    share = sum(arguments.only in run.name for run in runs) / len(runs)
+    if not share:
+        return  # said as an error
+    why = f"with {jobs} processes, less where {arguments.out} has runs already; it may be stopped, and goes on"
+    tell_estimate(SWEEP * share / min(jobs, os.cpu_count() or 1), why)
 
 
 @contextmanager

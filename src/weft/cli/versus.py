@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from weft.cli.estimate import tell_runs
 from weft.cli.load import (
     add_load_arguments,
     api_key,
@@ -73,6 +74,8 @@ def run_ab(arguments: argparse.Namespace) -> int:
         raise OptionError("--variant is needed twice or more: there is nothing to compare with")
     if arguments.repeats < 1:
         raise OptionError(f"--repeats {arguments.repeats} must be at least 1")
+    starts = arguments.repeats * sum(not variant.is_running for variant in variants.values())
+    tell_runs(arguments, [arguments.request_rate] * arguments.repeats * len(variants), starts)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     order, was_interrupted, words = turns(list(variants), arguments.repeats), False, new_words()
     for number, name in enumerate(order, start=1):

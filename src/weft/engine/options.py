@@ -7,12 +7,14 @@ from typing import Any, Literal
 from weft.errors import OptionError
 
 POLICIES = ("slo", "chunked", "monolithic")
+DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
+ALIASES = {"half": "float16", "float": "float32"}  # vLLM's other names of dtypes
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     model: str | None = None  # directory or hub id; None: the model that ships with weft
-    dtype: str = "auto"  # auto: the checkpoint's
+    dtype: str = "auto"  # auto: the checkpoint's; half and float are kept as float16 and float32
     device: str = "auto"  # auto: cuda where there is one
     max_model_len: int | None = None  # tokens of prompt and output; None: what model and KV cache allow
     max_num_seqs: int = 256  # requests that run at once
@@ -34,6 +36,9 @@ class EngineOptions:
     seed: int | None = None  # for requests without a seed of their own; None: different every time
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", ALIASES.get(self.dtype, self.dtype))
+        if self.dtype not in DTYPES:
+            raise OptionError(f"dtype {self.dtype!r} is not supported; choose auto, float32, float16 or bfloat16")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             self._at_least_one(name)
         for name in ("max_model_len", "kv_cache_memory_bytes", "max_queued_requests", "max_queued_tokens"):

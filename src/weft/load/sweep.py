@@ -129,3 +129,12 @@ def highest(low: float, high: float, holds: Callable[[float], bool]) -> float | 
         else:
             high = middle
     return low
+
+
+def middle_rates(low: float, high: float) -> list[float]:
+    """Rates that `highest` tries between low and high if the lowest ones hold: the slowest way to go."""
+    found = []
+    while high > low * PRECISION:
+        high = (low * high) ** 0.5
+        found.append(high)
+    return found

@@ -2,7 +2,6 @@
 
 from weft.models.base import CausalLM
 from weft.models.config import ModelConfig, MoeConfig, RopeConfig
-from weft.models.hub import resolve_model
 from weft.models.registry import ARCHITECTURES, load_config, resolve_dtype
 from weft.models.weights import load_model
 
@@ -15,5 +14,4 @@ __all__ = [
     "load_config",
     "load_model",
     "resolve_dtype",
-    "resolve_model",
 ]

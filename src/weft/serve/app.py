@@ -106,6 +106,7 @@ class Server:
             self.log,
             [route.path for route in routes],
             self.options.allowed_origins,
+            self.options.root_path,
         )
 
     async def _first_engine(self) -> None:
@@ -511,7 +512,7 @@ class Server:
         return f"{tenant}/{self.resets[tenant]}/"
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await answer(send, 200, description(bool(self.options.api_key)))
+        await answer(send, 200, description(bool(self.options.api_key), self.options.root_path))
 
 
 def _operation(body: Any) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from weft.core import Promise
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
-from weft.engine.params import SamplingParams, StructuredOutputs, Thoughts
+from weft.engine.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, Thoughts
 from weft.engine.pooling import check_dimensions, pooling_params
 from weft.errors import RequestError
 from weft.serve.checker import Checker
@@ -66,6 +66,9 @@ class Desk:
     checker: Checker
     pooling: str = "last"  # how the model's hidden states become an embedding
     fingerprint: str | None = None  # of the model, its options and the version of weft
+    max_logprobs: int = MAX_LOGPROBS  # alternatives a token that a request may ask for
+    names_ids: bool = False  # tokens in logprobs are named by their ids, unless a request says otherwise
+    includes_usage: bool = False  # in the last chunk of every stream
 
     async def completion(self, body: CompletionBody, caller: Caller, facts: Facts) -> Call:
         if body.suffix:
@@ -98,7 +101,7 @@ class Desk:
             self.texts.tokenizer,
             logprobs=body.logprobs,
             token_ids=bool(body.return_token_ids),
-            names_ids=bool(body.return_tokens_as_token_ids),
+            names_ids=self._names_ids(body),
             fingerprint=self.fingerprint,
             prompts=echoed,
             per_prompt=sampled,
@@ -130,7 +133,7 @@ class Desk:
 
     async def response(self, body: ResponsesBody, caller: Caller, facts: Facts) -> Call:
         """A chat that is shown in another way."""
-        format = ResponsesFormat(f"resp_{caller.request_id}", self.model, self.texts.tokenizer, body)
+        format = ResponsesFormat(f"resp_{caller.request_id}", self.model, self.texts.tokenizer, body, self.names_ids)
         chat = await self.texts.aside(caller.size, lambda: as_chat(body))
         call = await self.chat(chat, caller, facts, format)
         call.includes_usage = True  # its last event has it
@@ -166,7 +169,7 @@ class Desk:
             self.texts.tokenizer,
             logprobs=bool(body.logprobs),
             token_ids=bool(body.return_token_ids),
-            names_ids=bool(body.return_tokens_as_token_ids),
+            names_ids=self._names_ids(body),
             fingerprint=self.fingerprint,
             prompt=ids,
             prompt_logprobs=body.prompt_logprobs is not None,
@@ -223,6 +226,10 @@ class Desk:
             return params
         return replace(params, structured_outputs=replace(params.structured_outputs, calls=calls))
 
+    def _names_ids(self, body: Sampling) -> bool:
+        own = body.return_tokens_as_token_ids
+        return self.names_ids if own is None else own
+
     def _behind_thoughts(self, params: SamplingParams, prompt_end: str, begun: str | None) -> SamplingParams:
         """A model that thinks does so before it is held to a structure."""
         if params.structured_outputs is None or self.reasoning_parser is None:
@@ -260,6 +267,7 @@ class Desk:
         if params.structured_outputs is not None:
             await self._check_structure(body, params.structured_outputs)
         params.check_vocabulary(facts.vocab_size)
+        _check_logprobs(params, self.max_logprobs)
         for ids in prompts:
             check_length(len(ids), params.max_tokens if says_length(body) else None, facts, prompt_field(body))
         wishes = _wishes(body, caller, facts)
@@ -280,7 +288,7 @@ class Desk:
             max_tokens=params.max_tokens,
             promise=promise,
             stream=bool(body.stream),
-            includes_usage=body.includes_usage,
+            includes_usage=body.includes_usage or self.includes_usage,
             counts_always=body.counts_always,
             is_described=params.logprobs is not None or params.prompt_logprobs is not None,
             headers=_promised(promise) if facts.has_targets or not any(caller.wanted) else [NOT_PROMISED],
@@ -367,6 +375,13 @@ def _promised(promise: Promise) -> list[tuple[bytes, bytes]]:
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
+
+
+def _check_logprobs(params: SamplingParams, most: int) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and wanted > most:
+            raise RequestError(f"{name}: {wanted} alternatives a token are wanted, and {most} may be (--max-logprobs)")
 
 
 def _is_number(value: Any) -> bool:

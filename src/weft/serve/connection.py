@@ -48,6 +48,8 @@ class Connection(HttpToolsProtocol):
         """Whether the connection is kept, for the answer to a request that is complete."""
         if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
             return False
+        if self.transport.get_extra_info("sslcontext") is not None:  # TLS as Python has it ends both ways at once
+            return False
         self.cycle.keep_alive = False
         if self._look is None:
             self._look = self.loop.call_later(FIRST_LOOK, self._look_for_client, FIRST_LOOK)

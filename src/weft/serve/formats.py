@@ -65,6 +65,7 @@ class _Base:
         names_ids: bool = False,
         fingerprint: str | None = None,
     ) -> None:
+        """With `names_ids`, tokens in log probabilities are named by their ids."""
         self.id = id
         self.model = model
         self.tokenizer = tokenizer
@@ -221,6 +222,7 @@ def spelled_logprob(tokenizer: Tokenizer | None, found: TokenLogprobs, names_ids
 
 
 def token_name(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token's text; without a tokenizer, its id as vLLM writes it."""
     return tokenizer.token_text(token) if tokenizer is not None else f"token_id:{token}"
 
 

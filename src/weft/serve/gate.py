@@ -101,10 +101,12 @@ class Gate:
         log: Sparing,
         paths: Iterable[str],
         origins: Iterable[str] | None = None,
+        root_path: str = "",
     ) -> None:
         self.app, self.keys, self.metrics, self.log = app, keys, metrics, log
         self.paths = frozenset(paths)
         self.origins = Origins(origins)
+        self.root_path = root_path  # a proxy may leave it before the path, or take it away
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,6 +115,8 @@ class Gate:
             else:
                 await self.app(scope, receive, send)
             return
+        if self.root_path and scope["path"].startswith(self.root_path + "/"):
+            scope["path"] = scope["path"].removeprefix(self.root_path)
         status = 0
 
         async def counted(message: Message) -> None:

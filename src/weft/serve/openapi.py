@@ -82,7 +82,8 @@ _PAGE = [
 ]
 
 
-def description(with_keys: bool) -> Json:
+def description(with_keys: bool, root_path: str = "") -> Json:
+    """`root_path` is where a proxy shows the server."""
     asked = (
         CompletionBody,
         ChatBody,
@@ -145,6 +146,8 @@ def description(with_keys: bool) -> Json:
         },
         "components": {"schemas": components},
     }
+    if root_path:
+        found["servers"] = [{"url": root_path}]
     if with_keys:
         found["components"]["securitySchemes"] = {
             "key": {"type": "http", "scheme": "bearer"},

@@ -145,7 +145,10 @@ class ResponsesFormat:
     done = b""  # the last event says that it is one
     token_ids = False
 
-    def __init__(self, id: str, model: str, tokenizer: Tokenizer | None, body: ResponsesBody) -> None:
+    def __init__(
+        self, id: str, model: str, tokenizer: Tokenizer | None, body: ResponsesBody, names_ids: bool = False
+    ) -> None:
+        self.names_ids = names_ids  # tokens in log probabilities are named by their ids
         self.id = id
         self.model = model
         self.tokenizer = tokenizer
@@ -184,7 +187,7 @@ class ResponsesFormat:
         if piece.text:
             data += self._begin("message")
             self._text += piece.text
-            found = [spelled_logprob(self.tokenizer, one) for one in piece.of_text]
+            found = [spelled_logprob(self.tokenizer, one, self.names_ids) for one in piece.of_text]
             self._logprobs += found
             data += self._delta("response.output_text.delta", content_index=0, delta=piece.text, logprobs=found)
         for call in piece.calls:
@@ -212,7 +215,8 @@ class ResponsesFormat:
         if choice.reasoning:
             self._items.append(self._item("reasoning", choice.reasoning))
         if choice.text or not choice.calls:
-            self._logprobs = [spelled_logprob(self.tokenizer, found) for found in choice.text_logprobs]
+            shown = choice.text_logprobs
+            self._logprobs = [spelled_logprob(self.tokenizer, found, self.names_ids) for found in shown]
             self._items.append(self._item("message", choice.text))
         for call in choice.calls:
             function = call["function"]

@@ -74,8 +74,9 @@ def serve(options: ServeOptions, engine_options: EngineOptions) -> int:
 def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
     """Reads what the API process needs of the model; the engine process reads the rest."""
     path = resolve_model_path(engine_options.model)
-    with closing(Trial(path, options.chat_template)) as trial:
-        texts = Texts(path, options.chat_template)
+    chats = options.chat_template, options.chat_template_content_format
+    with closing(Trial(path, *chats)) as trial:
+        texts = Texts(path, *chats)
         _check_template(trial.finding())
     names = options.served_model_name or (engine_options.model or DEFAULT_NAME,)
     template = texts.template.source
@@ -90,6 +91,9 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
         checker=Checker(),
         pooling=pooling_of(path),
         fingerprint=_fingerprint(path, engine_options),
+        max_logprobs=options.max_logprobs,
+        names_ids=options.return_tokens_as_token_ids,
+        includes_usage=options.enable_force_include_usage,
     )
     metrics = ServerMetrics(
         names[0],
@@ -190,6 +194,8 @@ def _run(server: Server, listener: socket.socket) -> int:
         server_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
+        ssl_certfile=server.options.ssl_certfile,
+        ssl_keyfile=server.options.ssl_keyfile,
     )
     for name in ("uvicorn.error", "asyncio"):  # they tell of failures, one entry each time
         logging.getLogger(name).addFilter(server.log)
@@ -262,7 +268,8 @@ class _Process(uvicorn.Server):
     def _announce(self, seconds: float) -> None:
         host, port = self.listener.getsockname()[:2]
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        url, name = f"http://{shown}:{port}", self.server.names[0]
+        scheme = "http" if self.server.options.ssl_certfile is None else "https"
+        url, name = f"{scheme}://{shown}:{port}", self.server.names[0]
         facts = self.server.client.facts
         key = " -H 'Authorization: Bearer KEY'" if self.server.options.api_key else ""
         print(f"\nweft serves {name} on {url} (ready after {seconds:.1f} s)")

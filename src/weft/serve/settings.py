@@ -2,9 +2,15 @@
 
 import json
 import math
+import os
+import re
+import ssl
 from dataclasses import dataclass
 
+from weft.engine.params import MAX_LOGPROBS
 from weft.errors import OptionError
+
+CONTENT_FORMATS = ("auto", "string", "openai")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +24,13 @@ class ServeOptions:
     response_store: bool = True  # /v1/responses can be continued and retrieved by id
     share_prefix_cache: bool = False  # between keys
     chat_template: str | None = None  # a file or the template itself; None: the model's own
+    chat_template_content_format: str = "auto"  # what it gets as a message's content: "string", "openai" (a list)
+    max_logprobs: int = MAX_LOGPROBS  # alternatives a token that a request may ask for
+    return_tokens_as_token_ids: bool = False  # in logprobs; a request may say otherwise
+    enable_force_include_usage: bool = False  # in a last chunk of every stream
+    root_path: str = ""  # under which a proxy shows the server: "", or "/" and a path without a "/" at its end
+    ssl_certfile: str | None = None  # PEM; None: no TLS
+    ssl_keyfile: str | None = None  # PEM; None: the key is in ssl_certfile
     max_body_mb: float = 8.0  # larger requests are refused
     requests_per_minute: int | None = None  # of one key; None: no limit
     max_concurrent_requests: int | None = None  # of one key; None: no limit
@@ -31,6 +44,7 @@ class ServeOptions:
         if self.allowed_origins is not None:
             origins = tuple(origin for given in self.allowed_origins for origin in _origins(given))
             object.__setattr__(self, "allowed_origins", origins)
+        object.__setattr__(self, "root_path", _root_path(self.root_path))
         if not 0 <= self.port <= 65535:
             raise OptionError(f"port={self.port} must be 0 to 65535; 0 takes any that is free")
         if not 0 < self.max_body_mb <= 1024:
@@ -43,8 +57,48 @@ class ServeOptions:
                 raise OptionError(f"{name}={value} must be at least 1; leave it out for no limit")
         if any(not key.strip() or not key.isascii() for key in self.api_key):
             raise OptionError("an api_key must be non-empty ASCII text")
+        self._check_vllm()
         if any(not name.strip() for name in self.served_model_name):
             raise OptionError("a served_model_name must not be empty")
+
+    def _check_vllm(self) -> None:
+        """Options that vLLM has as well."""
+        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise OptionError(f"max_logprobs={self.max_logprobs} must be 0 to {MAX_LOGPROBS}")
+        if self.chat_template_content_format not in CONTENT_FORMATS:
+            raise OptionError(
+                f"chat_template_content_format={self.chat_template_content_format!r:.100} is unknown: choose "
+                f"{', '.join(CONTENT_FORMATS)}"
+            )
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise OptionError(f"ssl_keyfile={self.ssl_keyfile!r} is of no use alone: give ssl_certfile too")
+        if self.ssl_certfile is not None:
+            _check_certificate(self.ssl_certfile, self.ssl_keyfile)
+
+
+def _check_certificate(certificate: str, key: str | None) -> None:
+    """Before the model is loaded; a key with a password is refused rather than asked for."""
+    for name, file in (("ssl_certfile", certificate), ("ssl_keyfile", key)):
+        if file is not None and not os.path.isfile(file):
+            raise OptionError(f"{name}={file!r} is not a file")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except (OSError, ValueError) as error:
+        told = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        files = f"ssl_certfile={certificate!r}" + ("" if key is None else f" and ssl_keyfile={key!r}")
+        raise OptionError(
+            f"{files} cannot be used ({told}): a certificate and its key are needed, PEM, without a password"
+        ) from None
+
+
+def _root_path(given: str) -> str:
+    """With a "/" before it and none behind it."""
+    path = given.strip().rstrip("/")
+    if path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
+        raise OptionError(
+            f"root_path={given!r:.100} must be a path like /llm/v2: letters, digits and -._~ behind each /"
+        )
+    return path
 
 
 def _origins(given: str) -> list[str]:

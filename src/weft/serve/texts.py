@@ -26,11 +26,11 @@ MARK = "\ue000weft\ue001"  # of private use: nobody writes this
 class Texts:
     """Encoding lets go of the interpreter, and so do other threads' turns: streams go on meanwhile."""
 
-    def __init__(self, path: Path, template: str | None = None) -> None:
+    def __init__(self, path: Path, template: str | None = None, content_format: str = "auto") -> None:
         """`template` is used instead of the model's own: the name of a file, or the text itself."""
         self.path = path
         self.tokenizer = Tokenizer.load(path)
-        self.template = read_template(path, template)
+        self.template = read_template(path, template, content_format)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-text")
         self._lock = threading.Lock()
         self._info: dict[str, Any] | None = None
@@ -136,10 +136,10 @@ def _arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:
                 yield text.encode(errors="replace")
 
 
-def read_template(path: Path, given: str | None) -> ChatTemplate:
+def read_template(path: Path, given: str | None, content_format: str = "auto") -> ChatTemplate:
     """The model's own, or the one that was given: the name of a file, or the text itself."""
     if given is None:
-        return ChatTemplate.load(path)
+        return ChatTemplate.load(path, content_format)
     try:
         is_file = Path(given).is_file()
     except OSError:  # a long text is no name
@@ -150,7 +150,7 @@ def read_template(path: Path, given: str | None) -> ChatTemplate:
         source = Path(given).read_text(encoding="utf-8") if is_file else given
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"chat_template={given!r:.100} cannot be read: {error}") from None
-    return ChatTemplate(source, read_special_tokens(path))
+    return ChatTemplate(source, read_special_tokens(path), content_format)
 
 
 def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 A template is a program, and one that never ends or fills the memory would do so with the first chat. Where it runs in
 a thread, nothing can end it. So it is tried where time and memory are bounded.
 
-`python -m weft.serve.trial MODEL [TEMPLATE]` is such a process: it prints what it has found as a line.
+`python -m weft.serve.trial MODEL CONTENT_FORMAT [TEMPLATE]` is such a process: it prints what it has found as a line.
 """
 
 import subprocess
@@ -37,10 +37,10 @@ class Finding(msgspec.Struct):
 class Trial:
     """Begins when it is made and is asked later, so that it takes its time beside other work."""
 
-    def __init__(self, path: Path, template: str | None) -> None:
+    def __init__(self, path: Path, template: str | None, content_format: str = "auto") -> None:
         given = () if template is None else (template,)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "weft.serve.trial", str(path), *given],
+            [sys.executable, "-m", "weft.serve.trial", str(path), content_format, *given],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C in the terminal is not for it
@@ -62,12 +62,12 @@ class Trial:
 
 
 def main() -> int:
-    path, given = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
+    path, content_format, given = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None
     limit_memory(MEMORY)
     limit_time(CPU)
     found = Finding()
     try:
-        template = read_template(path, given)
+        template = read_template(path, given, content_format)
         found.refused = _refusal(template, []) if template else None
         if template:
             _refusal(template, [TOOL])  # many take no tools, which is no news

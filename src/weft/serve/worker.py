@@ -57,6 +57,7 @@ SHORT = 2048  # tokens of a prompt that is made ready at once: half a millisecon
 MOST_INTAKE = 0.001  # seconds of taking in messages between two steps
 SOON = 1  # milliseconds between looks at what is made ready, where there is nothing else to do
 IDLE = 5000  # milliseconds between looks at what an idle process may tidy up
+STDIN = 0  # number of the file
 LINGER = 1000  # milliseconds that last words may take to get out
 
 
@@ -313,7 +314,8 @@ def _finite(seconds: float | None) -> float | None:
 
 
 def _end_with_parent() -> None:
-    while sys.stdin.buffer.read(4096):
+    """Reads the file itself: `sys.stdin` has a lock, and Python aborts at its end where a thread still holds that."""
+    while os.read(STDIN, 4096):
         pass
     os._exit(0)
 

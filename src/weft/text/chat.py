@@ -41,17 +41,27 @@ class RunawayError(RequestError):
 class ChatTemplate:
     """The templates of one model by name: "default", and sometimes "tool_use" for requests with tools."""
 
-    def __init__(self, templates: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None):
-        """`special_tokens` are variables of the template, as in {"bos_token": "<s>"}."""
+    def __init__(
+        self,
+        templates: str | Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        content_format: str = "auto",
+    ):
+        """`special_tokens` are variables of the template, as in {"bos_token": "<s>"}.
+
+        `content_format` says what a message's content is made: "string", "openai" (a list of parts), or "auto": what
+        the template shows the text of.
+        """
+        self._content_format = content_format
         self._sources = {"default": templates} if isinstance(templates, str) else dict(templates)
         self._special_tokens = dict(special_tokens or {})
         self._environment = _environment()
         self._compiled: dict[str, jinja2.Template] = {}
 
     @classmethod
-    def load(cls, path: Path) -> "ChatTemplate":
+    def load(cls, path: Path, content_format: str = "auto") -> "ChatTemplate":
         """The templates of a Hugging Face directory. A directory without one is no error until a chat is rendered."""
-        return cls(_read_templates(path), read_special_tokens(path))
+        return cls(_read_templates(path), read_special_tokens(path), content_format)
 
     def __bool__(self) -> bool:
         """Whether the model has a template at all."""
@@ -139,10 +149,14 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
+        if self._content_format != "auto":
+            return self._content_format == "openai"
         return self._shows([{"type": "text", "text": _PROBE}])
 
     @cached_property
     def _takes_strings(self) -> bool:
+        if self._content_format != "auto":
+            return self._content_format == "string"
         return self._shows(_PROBE) or not self._takes_parts
 
     def _shows(self, content: Any, *more: Message) -> bool:
