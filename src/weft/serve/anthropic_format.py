@@ -9,7 +9,7 @@ import msgspec
 from weft.files import is_too_deep
 from weft.serve.choices import Choice, Piece
 from weft.serve.errors import as_anthropic
-from weft.serve.formats import Json, to_json
+from weft.serve.formats import Json, goes_on, to_json
 from weft.text.tools import ToolCallDelta
 
 
@@ -42,8 +42,8 @@ class MessagesFormat:
             if not self.omits_thoughts:
                 data += self._delta("thinking_delta", thinking=piece.reasoning)
         if self._open == "tool_use":  # what belongs to this call comes before text that one push brought with it
-            data += b"".join(map(self._arguments, takewhile(_goes_on, calls)))
-            calls = list(dropwhile(_goes_on, calls))
+            data += b"".join(map(self._arguments, takewhile(goes_on, calls)))
+            calls = list(dropwhile(goes_on, calls))
         if text:
             data += self._begin("text", text="") + _TEXT % (self._index, to_json(text))
         for call in calls:
@@ -125,11 +125,6 @@ class MessagesFormat:
 
     def _delta(self, kind: str, **fields: Any) -> bytes:
         return _event("content_block_delta", index=self._index, delta={"type": kind, **fields})
-
-
-def _goes_on(call: ToolCallDelta) -> bool:
-    """Whether a piece of a call is not its first."""
-    return call.id is None
 
 
 def _object(arguments: str) -> Json:

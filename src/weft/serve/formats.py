@@ -14,9 +14,15 @@ from weft.engine.executor import TokenLogprobs
 from weft.serve.choices import Choice, Piece
 from weft.serve.spans import Ruler
 from weft.text.tokenizer import Tokenizer
+from weft.text.tools import ToolCallDelta
 
 Json = dict[str, Any]
 to_json = msgspec.json.Encoder().encode
+
+
+def goes_on(call: ToolCallDelta) -> bool:
+    """Whether a piece of a call is not its first."""
+    return call.id is None
 
 
 def frame(data: Json) -> bytes:

@@ -5,6 +5,7 @@ What is stored between requests is the business of stored_responses.py: here a c
 
 import time
 from collections.abc import Sequence
+from itertools import dropwhile, takewhile
 from typing import Annotated, Any
 
 from msgspec import Meta, Raw, Struct
@@ -13,8 +14,9 @@ from weft.engine.params import MAX_LOGPROBS
 from weft.errors import RequestError
 from weft.serve.choices import Choice, Piece
 from weft.serve.fields import ChatBody, Count, Json
-from weft.serve.formats import spelled_logprob, to_json
+from weft.serve.formats import goes_on, spelled_logprob, to_json
 from weft.text.tokenizer import Tokenizer
+from weft.text.tools import ToolCallDelta
 
 
 class ResponsesBody(Struct, kw_only=True):
@@ -179,7 +181,8 @@ class ResponsesFormat:
         return self._response(status, [], {})
 
     def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
-        data = b""
+        # What goes on with the call that is open comes before what follows it.
+        data = b"".join(self._call(call) for call in takewhile(goes_on, piece.calls))
         if piece.reasoning:
             data += self._begin("reasoning")
             self._text += piece.reasoning
@@ -190,12 +193,7 @@ class ResponsesFormat:
             found = [spelled_logprob(self.tokenizer, one, self.names_ids) for one in piece.of_text]
             self._logprobs += found
             data += self._delta("response.output_text.delta", content_index=0, delta=piece.text, logprobs=found)
-        for call in piece.calls:
-            if call.id is not None:
-                data += self._end_item() + self._begin("function_call", name=call.name, call_id=call.id)
-            if call.arguments:
-                self._text += call.arguments
-                data += self._delta("response.function_call_arguments.delta", delta=call.arguments)
+        data += b"".join(self._call(call) for call in dropwhile(goes_on, piece.calls))
         if piece.reason is not None:
             self._reason = piece.reason
             data += self._end_item("incomplete" if piece.reason == "length" else "completed")
@@ -243,6 +241,15 @@ class ResponsesFormat:
         self.final = to_json({**self._response(status, items, extras), **more})
         self.output = _continued(items)
         return self._event(kind, response=Raw(self.final))
+
+    def _call(self, call: ToolCallDelta) -> bytes:
+        data = b""
+        if not goes_on(call):
+            data = self._end_item() + self._begin("function_call", name=call.name, call_id=call.id)
+        if call.arguments:
+            self._text += call.arguments
+            data += self._delta("response.function_call_arguments.delta", delta=call.arguments)
+        return data
 
     def _begin(self, kind: str, **more: Any) -> bytes:
         """Opens an item, unless the one that is open is of this kind already."""
