@@ -19,13 +19,13 @@ from weft.engine.options import EngineOptions
 from weft.errors import RequestError
 from weft.observe.metrics import CONTENT_TYPE, RequestDone, ServerMetrics
 from weft.observe.tracing import RequestSpan, Tracer
-from weft.serve.anthropic import CountTokensBody, MessagesBody, count_tokens, message
+from weft.serve.anthropic import MessagesBody, message
 from weft.serve.background import Work
 from weft.serve.calls import Caller, Desk, new_request_id
 from weft.serve.client import EngineClient, clock
 from weft.serve.embeddings import EmbeddedBody, EmbeddingsBody, RerankBody, ScoreBody
 from weft.serve.errors import ApiError, of_json, of_request
-from weft.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, Wanted, wanted
+from weft.serve.fields import ChatBody, CompletionBody, wanted
 from weft.serve.gate import Bodies, Gate, Keys, Limits, answer, request_ids
 from weft.serve.infer import Call, Gone, Presence, Watcher, finite, respond
 from weft.serve.known import HEADER as IGNORED_HEADER
@@ -37,8 +37,8 @@ from weft.serve.parsing import QUICK, parse_all
 from weft.serve.responses import ResponsesBody
 from weft.serve.settings import ServeOptions
 from weft.serve.stored_responses import Session, StoredResponses
+from weft.serve.token_endpoints import TokenEndpoints
 from weft.serve.turns import Turns
-from weft.text.tokenizer import Tokenizer
 
 B = TypeVar("B")
 NO_RESPONSE = "the engine process does not respond; it is replaced if it stays so"
@@ -68,9 +68,11 @@ class Server:
     resets: Counter[str] = field(default_factory=Counter)  # of the prefix cache, by tenant
     quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and none is active
     stored: StoredResponses = field(init=False)
+    tokens: TokenEndpoints = field(init=False)
 
     def __post_init__(self) -> None:
         self.stored = StoredResponses(self.desk, self.log, self.bodies.most, is_on=self.options.response_store)
+        self.tokens = TokenEndpoints(self)
 
     def drain(self) -> None:
         """From now on new work is refused; `quiet` is set when the old is done."""
@@ -123,9 +125,9 @@ class Server:
             ("/v1/models/{name:path}", "GET", self.model),
             ("/v1/completions", "POST", self.completions),
             ("/v1/chat/completions", "POST", self.chat),
-            ("/v1/chat/completions/render", "POST", self.render_chat),
+            ("/v1/chat/completions/render", "POST", self.tokens.render_chat),
             ("/v1/responses", "POST", self.responses),
-            ("/v1/responses/input_tokens", "POST", self.input_tokens),
+            ("/v1/responses/input_tokens", "POST", self.tokens.input_tokens),
             ("/v1/responses/{id}", "GET", self.stored.retrieve),
             ("/v1/responses/{id}", "DELETE", self.stored.delete),
             ("/v1/responses/{id}/cancel", "POST", self.stored.cancel),
@@ -137,15 +139,15 @@ class Server:
             ("/v1/rerank", "POST", self.rerank),
             ("/v2/rerank", "POST", self.rerank),
             ("/v1/messages", "POST", self.messages),
-            ("/v1/messages/count_tokens", "POST", self.count_tokens),
+            ("/v1/messages/count_tokens", "POST", self.tokens.count_tokens),
             # The same for clients whose base URL has no /v1, as llama.cpp has it.
             ("/models", "GET", self.models),
             ("/completions", "POST", self.completions),
             ("/chat/completions", "POST", self.chat),
             ("/responses", "POST", self.responses),
-            ("/tokenize", "POST", self.tokenize),
-            ("/detokenize", "POST", self.detokenize),
-            ("/tokenizer_info", "GET", self.tokenizer_info),
+            ("/tokenize", "POST", self.tokens.tokenize),
+            ("/detokenize", "POST", self.tokens.detokenize),
+            ("/tokenizer_info", "GET", self.tokens.tokenizer_info),
             ("/health", "GET", self.health),
             ("/ready", "GET", self.ready),
             ("/ping", "GET", self.health),
@@ -192,7 +194,7 @@ class Server:
     ) -> None:
         """`detach` takes over a call that goes on without its client, and what counts it among those that run."""
         arrival = clock()
-        facts = self._facts()
+        facts = self.facts()
         if self.draining:
             raise ApiError(
                 503, "the server is shutting down", code="draining", retry_after=self.options.shutdown_timeout
@@ -224,7 +226,7 @@ class Server:
     @contextmanager
     def _admitted(self, tenant: str) -> Iterator[None]:
         """Counts an inference request while it runs, for the limits of its key and for shutdown."""
-        with self._counted(tenant):
+        with self.counted(tenant):
             self.active += 1
             try:
                 yield
@@ -249,7 +251,7 @@ class Server:
     ) -> tuple[B, Call]:
         await self.turns.wait()
         body, others = await self._parse_all(data, kind)
-        self._check_model(body.model)  # type: ignore[attr-defined]
+        self.check_model(body.model)  # type: ignore[attr-defined]
         names = ignored(others) if others else []
         call = await check(body, caller, facts)
         if names:
@@ -284,12 +286,12 @@ class Server:
         most, load = self.engine_options.max_queued_requests, self.client.load
         if most is None:
             return
-        waiting = load.waiting + max(0, load.sent - (self._facts().max_num_seqs - load.running))
+        waiting = load.waiting + max(0, load.sent - (self.facts().max_num_seqs - load.running))
         if waiting >= most:
             message = f"{waiting} requests wait already, and {most} may (--max-queued-requests): try again later"
             raise ApiError(503, message, code="queue_full", retry_after=1)
 
-    def _facts(self) -> Facts:
+    def facts(self) -> Facts:
         facts = self.client.facts
         if facts is None:
             message = "the engine is not ready yet: the model is being loaded"
@@ -310,7 +312,7 @@ class Server:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise of_json(error) from None
 
-    def _check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None) -> None:
         if name and name not in self.names:
             known = ", ".join(self.names)
             raise ApiError(
@@ -327,7 +329,7 @@ class Server:
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = scope["path_params"]["name"]
-        self._check_model(name)
+        self.check_model(name)
         await answer(send, 200, self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -342,91 +344,8 @@ class Server:
             "max_model_len": None if facts is None else facts.max_model_len,
         }
 
-    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._counted(scope["tenant"]):
-            await self._tokenize(scope, receive, send)
-
-    async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, size = await self._body(scope, receive, TokenizeBody)
-        self._check_model(body.model)
-        try:
-            if (body.prompt is None) == (body.messages is None):
-                raise RequestError('prompt: give either "prompt" or "messages"')
-            if body.prompt is not None:
-                ids = await self.desk.texts.encode(body.prompt, body.add_special_tokens is not False)
-            else:
-                ids = await self.desk.chat_ids(body, size)
-            tokenizer = self.desk.texts.needed()
-        except RequestError as error:
-            raise of_request(error) from None
-        facts = self.client.facts
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": facts and facts.max_model_len, "tokens": ids}
-        if body.return_token_strs:
-            found["token_strs"] = await self.desk.texts.aside(
-                len(ids), lambda: [tokenizer.token_piece(token) for token in ids]
-            )
-        await answer(send, 200, found)
-
-    async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._counted(scope["tenant"]):
-            body, size = await self._body(scope, receive, CountTokensBody)
-            self._check_model(body.model)
-            try:
-                found = await count_tokens(self.desk, body, size)
-            except RequestError as error:
-                raise of_request(error) from None
-            await answer(send, 200, {"input_tokens": found}, request_ids(scope))
-
-    async def render_chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The prompt that a chat would send to the model, as text and as token ids."""
-        facts = self._facts()
-        with self._counted(scope["tenant"]):
-            body, size = await self._body(scope, receive, ChatBody)
-            self._check_model(body.model)
-            try:
-                text, ids = await self.desk.rendered(body, size, facts)
-            except RequestError as error:
-                raise of_request(error) from None
-        shown = {"prompt": text, "prompt_token_ids": ids, "count": len(ids), "max_model_len": facts.max_model_len}
-        await answer(send, 200, shown)
-
-    async def tokenizer_info(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The model's tokenizer_config.json, with the chat template that is in use."""
-        await answer(send, 200, await self.desk.texts.info())
-
-    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._counted(scope["tenant"]):
-            await self._detokenize(scope, receive, send)
-
-    async def _detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, size = await self._body(scope, receive, DetokenizeBody)
-        self._check_model(body.model)
-        facts = self.client.facts
-        try:
-            tokenizer = self.desk.texts.needed()
-            # A model may have spare rows, which have no text and may still be sampled.
-            most = max(tokenizer.vocab_size, 0 if facts is None else facts.vocab_size)
-            text = await self.desk.texts.aside(size, lambda: _decoded(tokenizer, body.tokens, most))
-        except RequestError as error:
-            raise of_request(error) from None
-        await answer(send, 200, {"prompt": text})
-
-    async def input_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """How many tokens a response with this body would send to the model."""
-        tenant = scope["tenant"]
-        with self._counted(tenant):
-            facts = self._facts()
-            body, size = await self._body(scope, receive, ResponsesBody)
-            self._check_model(body.model)
-            caller = Caller(tenant, "", Wanted(None, None), clock(), new_request_id(), size)
-            try:
-                count = await self.stored.input_tokens(body, caller, facts)
-            except RequestError as error:
-                raise of_request(error) from None
-        await answer(send, 200, {"object": "response.input_tokens", "input_tokens": count})
-
     @contextmanager
-    def _counted(self, tenant: str) -> Iterator[None]:
+    def counted(self, tenant: str) -> Iterator[None]:
         """Work with texts counts like any other request of a key."""
         self.limits.enter(tenant)
         try:
@@ -434,7 +353,7 @@ class Server:
         finally:
             self.limits.leave(tenant)
 
-    async def _body(self, scope: Scope, receive: Receive, kind: type[B]) -> tuple[B, int]:
+    async def body(self, scope: Scope, receive: Receive, kind: type[B]) -> tuple[B, int]:
         """A body and the number of its bytes."""
         try:
             data = await self.bodies.read(scope, receive)
@@ -494,7 +413,7 @@ class Server:
 
     async def reset_prefix_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forgets the caller's prefixes, and nobody else's. Where all share the cache, they are everybody's."""
-        self._facts()
+        self.facts()
         tenant = scope["tenant"]
         if self._salt(tenant):
             self.resets[tenant] += 1
@@ -520,12 +439,6 @@ def _operation(body: Any) -> str:
     if isinstance(body, EmbeddedBody):
         return "embeddings"
     return "text_completion" if isinstance(body, CompletionBody) else "chat"
-
-
-def _decoded(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
-    if ids and (largest := max(ids)) >= vocab_size:
-        raise RequestError(f"tokens names token id {largest}, outside 0..{vocab_size - 1}")
-    return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class _Endpoint:
