@@ -290,7 +290,7 @@ class Desk:
             stream=bool(body.stream),
             includes_usage=body.includes_usage or self.includes_usage,
             counts_always=body.counts_always,
-            is_described=params.logprobs is not None or params.prompt_logprobs is not None,
+            may_be_large=any(one is not None for one in (params.logprobs, params.prompt_logprobs, params.pooling)),
             headers=_promised(promise) if facts.has_targets or not any(caller.wanted) else [NOT_PROMISED],
         )
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from weft.engine.pooling import Vector, finished
 from weft.errors import RequestError
 from weft.serve.choices import NO_CALLS, Choice, Piece
 from weft.serve.client import Update
 from weft.serve.fields import CompletionBody, Count, Json, Whole
+from weft.serve.formats import to_json
 
 Vectors = list[Vector]
 
@@ -138,7 +139,8 @@ class EmbeddingsFormat:
             vector = choice.vector(body.dimensions or None, body.normalize is not False)
             as_text = body.encoding_format == "base64"
             value = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_text else vector.tolist()
-            shown.append({"object": "embedding", "index": choice.index, "embedding": value})
+            # Each is encoded on its own: the encoder keeps the interpreter to itself.
+            shown.append(Raw(to_json({"object": "embedding", "index": choice.index, "embedding": value})))
         return self._answer("list", {"data": shown}, extras)
 
     def _answer(self, kind: str, content: Json, extras: Json) -> Json:

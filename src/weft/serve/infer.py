@@ -40,7 +40,7 @@ class Call:
     counts_always: bool = False  # the usage so far comes with every piece
     counts_first: bool = False  # and with what opens a stream
     is_background: bool = False  # goes on without its client
-    is_described: bool = False  # with log probabilities: its answer may be large
+    may_be_large: bool = False  # its answer: with log probabilities, or with embeddings
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
@@ -251,7 +251,7 @@ class Exchange:
 
     async def _made(self, work: Callable[[], bytes]) -> bytes:
         """What may be large is put together in another thread, so that streams go on."""
-        if not self.call.is_described:
+        if not self.call.may_be_large:
             return work()
         return await asyncio.get_running_loop().run_in_executor(None, work)
 

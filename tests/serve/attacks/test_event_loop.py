@@ -72,3 +72,13 @@ def test_texts_that_no_model_reads_are_not_tokenized(server: RunningServer) -> N
         assert "1000000" in answer.json()["error"]["message"]
         assert server.post("/tokenize", {"prompt": "ab " * 330_000}, timeout=60).json()["count"] > 300_000
     assert victim.longest_gap < NOISE * CALM, f"{victim.longest_gap:.3f} s"
+
+
+def test_many_embeddings_at_once(server: RunningServer) -> None:
+    """Their answer has 100,000 numbers and more; it is put together beside the event loop, one vector at a time."""
+    with Victim(server) as victim:
+        answer = server.post("/v1/embeddings", {"input": ["a b c"] * 1024}, timeout=120)
+    assert answer.status_code == 200
+    assert len(answer.json()["data"]) == 1024
+    assert len(answer.content) > 2_000_000
+    assert victim.longest_gap < NOISE * CALM, f"{victim.longest_gap:.3f} s"
