@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from tests.models import tiny
 from tests.models.conftest import Saved, saved
-from weft import LLM, RequestError, SamplingParams
+from weft import LLM, ModelError, RequestError, SamplingParams
 from weft.engine.pooling import pooling_of
+from weft.hub import NEEDED_FILES
 
 __all__ = ["saved"]
 LENGTHS = (1, 7, 40, 61)
@@ -84,3 +85,24 @@ def test_the_model_says_how_it_pools(tmp_path: Path) -> None:
     assert pooling_of(tmp_path) == "mean"
     file.write_text('{"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true}')
     assert pooling_of(tmp_path) == "last"
+    file.write_text('{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}')
+    with pytest.raises(ModelError, match="pooling_mode_cls_token"):
+        pooling_of(tmp_path)
+
+
+def test_the_file_that_says_it_is_downloaded() -> None:
+    assert "1_Pooling/config.json" in NEEDED_FILES
+
+
+def test_no_embedding_is_refused_for_a_promise(saved: Saved) -> None:
+    _, path = saved("llama")
+    with LLM(path, dtype="float32", kv_cache_memory_bytes=2**24, gap_target_ms=500, ttft_target_ms=1) as llm:
+        assert len(llm.embed([[1, 2, 3]] * 300, progress=False)) == 300
+
+
+def test_a_vector_does_not_hold_its_step(saved: Saved) -> None:
+    _, path = saved("llama")
+    with LLM(path, dtype="float32", kv_cache_memory_bytes=2**24) as llm:
+        for pooling in ("last", "mean"):
+            (found,) = llm.embed([list(range(50))], pooling=pooling, normalize=False, progress=False)
+            assert found.vector.base is None or found.vector.base.nbytes == found.vector.nbytes

@@ -17,6 +17,7 @@ NEEDED_FILES = [
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "1_Pooling/config.json",
 ]
 
 

@@ -16,7 +16,7 @@ from weft.engine.executor import TokenLogprobs
 from weft.engine.loop import TokenEvent
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
-from weft.engine.pooling import finished, pooling_of, pooling_params
+from weft.engine.pooling import check_dimensions, finished, pooling_of, pooling_params
 from weft.engine.stream import Stream
 from weft.errors import EngineError, ModelError, PromptError, RequestError
 from weft.files import read_json
@@ -178,11 +178,12 @@ class LLM:
         `dimensions` keeps only the first so many numbers. `normalize` makes vectors of length one.
         """
         params = pooling_params(pooling_of(self.path) if pooling is None else pooling)
+        check_dimensions(dimensions, self.engine.hidden_size)
         every = _as_batch(prompts)
         readers: list[_Reader] = []
         for number, prompt in enumerate(every):
             try:
-                readers += self._open(prompt, params, Wishes(), "")
+                readers += self._open(prompt, params, Wishes(batch=True), "")  # nothing is promised, none is refused
             except RequestError as error:
                 raise PromptError(number, str(error)) from None
         self._run(readers, progress)

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.core.budget import Beside, UpToTheGap
 from weft.core.cost import Coefficients, CostModel, StepShape, fit, slice_reach, with_slice
+from weft.core.host import MOVED_ROWS, HostCost
 
 MODEL = Coefficients(0.001, 0.004, 2e-5, 1e-9, 2e-5, 1e-5, 3e-8)
 DECODES = StepShape(32, 0.0, 0, 32, 32_000)
@@ -195,6 +197,32 @@ def test_the_first_decodes_of_a_step_may_cost_more_than_those_that_follow_and_th
     found = fit(shapes, [truth.predict(shape) for shape in shapes])
     assert found.few == pytest.approx(2e-5, rel=0.01)
     assert found.decode == pytest.approx(MODEL.decode, rel=0.01)
+
+
+def test_sizes_count_where_steps_are_not_padded() -> None:
+    uneven = replace(MODEL, sizes=(1.2, 0.8))
+    for tokens, factor in ((1, 1.2), (2, 0.8), (3, 0.8)):
+        shape = with_slice(StepShape(), 0, tokens)
+        assert uneven.size_factor(shape) == factor
+        assert uneven.predict(shape) == pytest.approx(factor * MODEL.predict(shape))
+
+
+def test_a_pace_knows_sizes() -> None:
+    slow = replace(MODEL, grain=128, wave=512, sizes=(1.25,) * 8)
+    even = replace(slow, sizes=())
+    paces = [one.efficiency(32, 32_000.0, 0, 2000, 0.02) for one in (slow, even)]
+    assert paces[0] == pytest.approx(paces[1] / 1.25)
+
+
+def test_delivery_leaves_room_for_so_many_rows_and_no_more() -> None:
+    host = HostCost(token=1e-5)
+    assert host.delivery_jitter(40) == pytest.approx(4e-4)
+    assert host.delivery_jitter(MOVED_ROWS) == host.delivery_jitter(1000) == pytest.approx(1e-5 * MOVED_ROWS)
+    cost = CostModel(MODEL, spread=0.0, host=host)
+    few, many, more = (
+        UpToTheGap(cost, 4096).step(cost, Beside(rows, 1000.0, 0.05), 0) for rows in (10, MOVED_ROWS, 1000)
+    )
+    assert few > many == more
 
 
 def test_steps_with_prefill_take_the_factor_of_their_size() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -223,3 +224,14 @@ def test_times_that_are_none_are_not_looked_at() -> None:
 def test_a_model_without_coefficients_learns_nothing_and_does_not_fail() -> None:
     refit = Refit(Coefficients(0, 0, 0, 0, 0, 0, 0))
     assert all(refit.observe(StepShape(1, 0.0, step % 2, 1, 1), 0.01) is None for step in range(4 * WINDOW))
+
+
+def test_factors_of_sizes_are_no_news() -> None:
+    """Steps that take the factor of their size, as predicted, teach nothing, and the factors are kept."""
+    uneven = replace(MODEL, grain=128, sizes=(1.2, 0.85, 1.1, 0.9))
+    cost = CostModel(uneven)
+    assert serve(cost, 5000, uneven.predict, loads(1)) == []
+    slower = replace(uneven.with_vector([1.3 * value for value in uneven.vector]))
+    serve(cost, 6000, noisy(slower, 1, 0.02), loads(1))
+    assert cost.coefficients.sizes == uneven.sizes
+    assert max(off_by(cost.coefficients, slower)) < 0.04

@@ -139,6 +139,23 @@ def test_known_costs_are_recovered_through_noise_and_hiccups(truth: Coefficients
     assert found.device == "a machine"
 
 
+def test_a_gpu_has_sizes_and_residuals() -> None:
+    truth = replace(FAST, grain=128, wave=512, reach=1e-7, sizes=(1.15, 1.0, 0.9, 1.1))
+    limits = {**LIMITS, "max_num_batched_tokens": 512}
+    device = PreparedAhead(Device(truth, limits, noise=0.01))
+    found = calibrate(device, **limits, device="", ahead=True, grain=128, wave=512)
+    assert len(found.coefficients.sizes) == 4
+    steps = [truth.with_slice(StepShape(8, decodes=8, context=4000.0), 0, tokens) for tokens in (100, 200, 350, 500)]
+    for step in steps:
+        assert found.coefficients.predict(step) == pytest.approx(truth.predict(step), rel=0.05)
+    line = replace(found.coefficients, sizes=())
+    assert max(abs(line.predict(step) / truth.predict(step) - 1) for step in steps) > 0.06
+    assert found.residuals is not None
+    assert abs(found.residuals.hot) < 0.05
+    plain = calibrate(PreparedAhead(Device(FAST, LIMITS)), **LIMITS, device="", ahead=True, grain=1, wave=512)
+    assert plain.coefficients.sizes == (), "as many sizes as tokens would say nothing"
+
+
 class PreparedAhead:
     """A device with a host that takes long to prepare a step, unless it can do so while another one runs."""
 

@@ -60,3 +60,11 @@ def test_the_given_schema_is_not_changed() -> None:
     schema = {"items": {"properties": {"a": TEXT}}}
     closed(schema)
     assert schema == {"items": {"properties": {"a": TEXT}}}
+
+
+def test_what_parts_describe_together_stays_open_one_level_down_too() -> None:
+    def part(name: str) -> dict[str, Any]:
+        return {"properties": {"x": {"type": "object", "properties": {name: {"type": "integer"}}}}}
+
+    schema = {"type": "object", "allOf": [part("a"), part("b")]}
+    assert closed(schema) == schema

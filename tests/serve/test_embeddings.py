@@ -65,6 +65,17 @@ def test_wrong_requests(server: RunningServer, body: dict[str, Any], said: str) 
     assert said in answer.json()["error"]["message"]
 
 
+def test_what_other_paths_know_and_what_they_do_not(server: RunningServer) -> None:
+    ids = list(range(10, 40))
+    (left,) = vectors(server, input=ids, truncate_prompt_tokens=5)
+    (right,) = vectors(server, input=ids, truncate_prompt_tokens=5, truncation_side="right")
+    assert left == pytest.approx(vectors(server, input=ids[-5:])[0], abs=1e-3)
+    assert right == pytest.approx(vectors(server, input=ids[:5])[0], abs=1e-3)
+    assert server.post("/embeddings", {"input": "a"}).status_code == 200
+    wrong = server.post("/v1/rerank", {"query": "a", "documents": [""]})
+    assert wrong.json()["error"]["param"] == "documents"
+
+
 def test_scores_are_cosines(server: RunningServer) -> None:
     first, *others = vectors(server, input=TEXTS)
     cosines = [float(np.dot(first, other)) for other in others]

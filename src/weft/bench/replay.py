@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from weft.core import StepShape
+from weft.core import StepRecord
+from weft.core.residuals import RunStep
 from weft.engine.engine import Engine
 from weft.engine.loop import TokenEvent
 from weft.engine.params import SamplingParams
@@ -29,7 +30,7 @@ def replay(
     """Adds every request when it is due and turns the loop until all have ended. `sleep` passes the idle time."""
     play = _Play(engine, trace, prompts, sleep)
     listener = engine.loop.on_record
-    engine.loop.on_record = lambda record: play.steps.append((record.shape, record.finished - record.started))
+    engine.loop.on_record = play.note
     try:
         while play.turn():
             progress(play.arrived)
@@ -41,7 +42,8 @@ def replay(
 class _Play:
     def __init__(self, engine: Engine, trace: Trace, prompts: Prompts, sleep: Callable[[float], None]) -> None:
         self.engine, self.trace, self.prompts, self.sleep = engine, trace, prompts, sleep
-        self.steps: list[tuple[StepShape, float]] = []
+        self.steps: list[RunStep] = []
+        self._last_end = math.inf  # of the last step
         self.clock = engine.loop.clock
         self.start = self.clock()
         self.arrived = 0
@@ -51,6 +53,11 @@ class _Play:
         self.times: list[list[float]] = [[] for _ in range(count)]  # of tokens, in seconds from the start
         self.finished = np.full(count, np.inf)
         self.refused = np.zeros(count, np.bool_)
+
+    def note(self, record: StepRecord) -> None:
+        idle = max(0.0, record.started - self._last_end)
+        self.steps.append(RunStep(record.shape, record.finished - record.started, idle))
+        self._last_end = record.finished
 
     def turn(self) -> bool:
         """Adds what is due, then turns the loop once; False when all is done."""

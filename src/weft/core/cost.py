@@ -117,7 +117,7 @@ class Coefficients:
     def predict(self, shape: StepShape) -> float:
         tokens, pairs, slices, decodes, context, reach = shape
         factor = 1.0
-        if slices and self.grain > 1:
+        if slices:
             tokens = self._places(tokens)
             factor = self._size_factor(tokens)
         return factor * (
@@ -172,6 +172,7 @@ class Coefficients:
                 pairs = count * (first + (count + 1) / 2)
                 arithmetic = max(self.weights, token * self._places(decodes + count))
                 seconds = aside + arithmetic + pair * pairs + reach * slice_reach(first, count, self.wave)
+                seconds *= self._size_factor(self._places(decodes + count))
                 best = max(best, (token * count + both * pairs) / max(seconds, 1e-12))
         return best
 

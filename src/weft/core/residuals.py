@@ -18,7 +18,7 @@ from weft.core.cost import Coefficients, StepShape
 
 HEATING = 0.03  # seconds in which the clock follows the load by two thirds, found on an H200
 PRIOR = 4.0  # steps: a size that was measured less often counts as mostly like the others
-LITTLE = 1e-3  # the same for heat: keeps the fit regular where no step is hot
+LITTLE = 1e-3  # weight of a heat of nothing: keeps the fit regular where no step is hot
 FEWEST = 64  # steps of either kind that a fit needs
 ROUNDS = 10
 HUBER = 1.345  # spreads from where on an error counts in proportion to its size

@@ -108,6 +108,7 @@ def build_engine(
         seed=options.seed,
         promises=promises,
         grammars=Grammars(path, config.vocab_size, eos_ids),
+        hidden_size=config.hidden_size,
     )
 
 

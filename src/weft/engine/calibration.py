@@ -61,7 +61,7 @@ HEATING = 0.03  # seconds that a step between two measured ones may take, where 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Coefficients, and how wrong they were on steps that they were not fitted to."""
+    """Coefficients, and how wrong they were on steps that they were not fitted to (but for the factors of sizes)."""
 
     coefficients: Coefficients
     mean: float  # of log(measured / predicted)
@@ -122,7 +122,8 @@ def calibrate(
     seconds: float = 5.0,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Calibration:
-    """Measures single steps for about `seconds`, after a warm-up, and rehearses service for as long. The executor must
+    """Measures single steps for about `seconds`, after a warm-up, and rehearses service for as long (1.6 times as long
+    where steps are prepared ahead). The executor must
     be idle, and its KV cache hold nothing of worth.
 
     `ahead` says that the executor prepares a step while the one before runs. Then the device is kept busy all the time,
@@ -535,8 +536,8 @@ class _Survey:
         medians += [step.seconds for step in chosen]
         measured = [[factor * one for one in found] for factor, found in zip(factors, self.found.values(), strict=True)]
         measured += [[step.seconds] for step in chosen]
-        # Only a GPU has waves, and sizes that do not lie on a line.
-        self._sizes = fit_sizes(self._fit(shapes, medians), served) if self.wave else ()
+        # Only a GPU has waves, and sizes that do not lie on a line. All rehearsed steps tell of them, in their order.
+        self._sizes = fit_sizes(self._fit(shapes, medians), served) if self.wave and self.grain > 1 else ()
         errors = self._held_out_errors(shapes, medians, measured)
         mean, spread = _without_hiccups(errors)
         relative = np.abs(np.expm1(errors))

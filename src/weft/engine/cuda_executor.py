@@ -166,13 +166,15 @@ class CudaExecutor:
         else:
             self._write_rows(plan, rows, self.limits.max_num_seqs)
             prefills = plan.slots[plan.num_decodes :].tolist()
-            if self.pooler.pools(plan) or any(self.sampler.wants_prompt(slot) for slot in prefills):
+            if self.pooler.sums(plan) or any(self.sampler.wants_prompt(slot) for slot in prefills):
                 hidden = self._forward(plan, inputs, all_rows=True)
                 self._describe_prompts(pending, plan, hidden)
                 pending.pooled = self.pooler.take(plan, hidden).sent()
                 hidden = hidden.index_select(0, self._rows.ends[: self._score_rows(len(rows))])
             else:
                 hidden = self._forward(plan, inputs)[: self._score_rows(len(rows))]
+                if self.pooler.pools(plan):
+                    pending.pooled = self.pooler.take_last(plan, hidden).sent()
             if len(rows):
                 self.model.scores(hidden, self._scores[: len(hidden)])
                 self._choose(pending, plan, masks, is_drawn=False)

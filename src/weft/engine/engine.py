@@ -52,11 +52,13 @@ class Engine:
         seed: int | None,
         promises: Promises | None = None,
         grammars: Grammars | None = None,
+        hidden_size: int = 0,
     ) -> None:
         self.loop = loop
         self.grammars = grammars  # None: it keeps to none
         self.promises = promises  # None: it promises nothing
         self.vocab_size = vocab_size
+        self.hidden_size = hidden_size  # numbers of an embedding
         self.eos_ids = eos_ids
         self.max_model_len = max_model_len
         self._random = random.Random(seed)

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from weft.core import StepPlan
 from weft.engine.executor import SlotSetup
 from weft.engine.params import SamplingParams
-from weft.errors import RequestError
+from weft.errors import ModelError, RequestError
 from weft.files import read_json
 
 if TYPE_CHECKING:  # this module is also read by processes that load no torch
     from torch import Tensor
 
-POOLINGS = ("last", "mean")
+POOLING_MODES = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # of sentence-transformers
 Vector = NDArray[np.float32]
 
 
@@ -38,7 +38,21 @@ class Pooler:
 
     def pools(self, plan: StepPlan) -> bool:
         """Whether a prefill of the step belongs to a request that pools."""
-        return bool(self._kinds) and not self._kinds.keys().isdisjoint(plan.slots[plan.num_decodes :].tolist())
+        return bool(self._kinds) and not self._kinds.keys().isdisjoint(_prefills(plan))
+
+    def sums(self, plan: StepPlan) -> bool:
+        """Whether one of them needs the hidden states of all its tokens."""
+        return bool(self._kinds) and any(self._kinds.get(slot) == "mean" for slot in _prefills(plan))
+
+    def take_last(self, plan: StepPlan, hidden: "Tensor") -> "Pooled":
+        """The same as `take` where no request sums: `hidden` has the rows that sample, in their order."""
+        sampling = np.flatnonzero(plan.samples).tolist()
+        found = [
+            (row, hidden[place].float())
+            for place, row in enumerate(sampling)
+            if row >= plan.num_decodes and int(plan.slots[row]) in self._kinds
+        ]
+        return Pooled([row for row, _ in found], [vector for _, vector in found])
 
     def take(self, plan: StepPlan, hidden: "Tensor") -> "Pooled":
         """Adds the hidden states [tokens of the step, size] of a step; returns the rows whose prompt is complete."""
@@ -77,7 +91,14 @@ class Pooled(NamedTuple):
 
     def read(self) -> dict[int, Vector]:
         """By row; when the device has come so far."""
-        return {row: vector.cpu().numpy() for row, vector in zip(self.rows, self.vectors, strict=True)}
+        # Copies: a vector would keep the hidden states of its whole step alive.
+        return {row: vector.cpu().numpy().copy() for row, vector in zip(self.rows, self.vectors, strict=True)}
+
+
+def _prefills(plan: StepPlan) -> list[int]:
+    """Slots of the step's prefills."""
+    found: list[int] = plan.slots[plan.num_decodes :].tolist()
+    return found
 
 
 def pooling_of(path: Path) -> str:
@@ -86,9 +107,12 @@ def pooling_of(path: Path) -> str:
     if not file.is_file():
         return "last"
     found = read_json(file)
-    if found.get("pooling_mode_mean_tokens"):
-        return "mean"
-    return "last"
+    modes = [name for name, is_on in found.items() if name.startswith("pooling_mode_") and is_on is True]
+    kind = POOLING_MODES.get(modes[0]) if len(modes) == 1 else None
+    if kind is None:
+        said = " and ".join(modes) or "no pooling_mode"
+        raise ModelError(f"{file} says {said}: only {' or '.join(POOLING_MODES)} is supported")
+    return kind
 
 
 def pooling_params(pooling: str) -> SamplingParams:
@@ -97,13 +121,13 @@ def pooling_params(pooling: str) -> SamplingParams:
 
 
 def check_dimensions(dimensions: int | None, size: int) -> None:
-    if dimensions is not None and not 1 <= dimensions <= size:
-        raise RequestError(f"dimensions={dimensions} is out of range: the model's embeddings have {size}")
+    whole = isinstance(dimensions, int) and not isinstance(dimensions, bool)
+    if dimensions is not None and not (whole and 1 <= dimensions <= size):
+        raise RequestError(f"dimensions={dimensions!r:.40} must be 1 to {size}, which the model's embeddings have")
 
 
 def finished(pooled: Vector, dimensions: int | None, normalize: bool) -> Vector:
     """The embedding that a caller wants: its first `dimensions` numbers, of length one where normalized."""
-    check_dimensions(dimensions, len(pooled))
     vector = pooled[:dimensions]
     if not normalize:
         return vector

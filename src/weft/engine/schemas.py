@@ -42,7 +42,9 @@ def _close(schema: Any, place: str, is_part: bool, parts: set[str]) -> Any:
     for name, value in schema.items():
         at = f"{place}/{name}"
         if isinstance(value, dict) and name in _BY_NAME:
-            found[name] = {key: _close(one, f"{at}/{_escaped(key)}", False, parts) for key, one in value.items()}
+            # Of a property that several parts may describe, no part lists all.
+            partly = is_part and name in ("properties", "patternProperties")
+            found[name] = {key: _close(one, f"{at}/{_escaped(key)}", partly, parts) for key, one in value.items()}
         elif isinstance(value, dict) and name in _SINGLE:
             found[name] = _close(value, at, False, parts)
         elif isinstance(value, list) and name in (*_SEVERAL, *_IN_LISTS):

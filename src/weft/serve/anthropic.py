@@ -43,6 +43,7 @@ class CountTokensBody(Struct, kw_only=True):
     tool_choice: Json | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: Json | None = None  # the older name of output_config.format
     mcp_servers: list[Json] | None = None  # would change the answer and is not there: an error
     context_management: Json | None = None  # what to leave out of long conversations: nothing is left out here
     chat_template_kwargs: Json | None = None
@@ -104,7 +105,7 @@ def as_chat(body: MessagesBody, late_system: bool = True) -> ChatBody:
         chat_template_kwargs=prompt.chat_template_kwargs,
         tool_choice=_tool_choice(choice, bool(prompt.tools)),
         parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
-        response_format=_response_format(body.output_config),
+        response_format=_response_format(body),
         model=body.model,
         stream=body.stream,
         max_tokens=body.max_tokens,
@@ -262,10 +263,12 @@ def _template_options(body: CountTokensBody) -> Json | None:
     return {**options, **(body.chat_template_kwargs or {})} or None
 
 
-def _response_format(config: OutputConfig | None) -> Json | None:
-    if config is None or config.format is None:
+def _response_format(body: CountTokensBody) -> Json | None:
+    newer = body.output_config.format if body.output_config is not None else None
+    wanted = body.output_format if newer is None else newer
+    if wanted is None:
         return None
-    kind, schema = config.format.get("type"), config.format.get("schema")
+    kind, schema = wanted.get("type"), wanted.get("schema")
     if kind != "json_schema" or not isinstance(schema, dict):
         raise RequestError("output_config: the format must be an object with the type json_schema and a schema")
     return {"type": "json_schema", "json_schema": {"schema": schema}}

@@ -82,7 +82,11 @@ class Server:
             self.quiet.set()
 
     def app(self) -> ASGIApp:
-        routes = [Route(path, _Endpoint(handler), methods=[method]) for path, method, handler in self._table()]
+        table = self._table()
+        # The same for clients whose base URL has no /v1, as llama.cpp has it.
+        short = [row for row in table if row[0].startswith("/v1/") and not row[0].startswith("/v1/messages")]
+        table += [(path.removeprefix("/v1"), method, handler) for path, method, handler in short]
+        routes = [Route(path, _Endpoint(handler, path), methods=[method]) for path, method, handler in table]
 
         @asynccontextmanager
         async def lifespan(app: Any) -> Any:
@@ -131,20 +135,13 @@ class Server:
             ("/v1/responses/{id}", "GET", self.stored.retrieve),
             ("/v1/responses/{id}", "DELETE", self.stored.delete),
             ("/v1/responses/{id}/cancel", "POST", self.stored.cancel),
-            ("/v1/responses/{id}/input_items", "GET", self.stored.input_items),
+            ("/v1/responses/{id}/input_items", "GET", self._limited(self.stored.input_items)),
             ("/v1/embeddings", "POST", self.embeddings),
-            ("/score", "POST", self.score),
             ("/v1/score", "POST", self.score),
-            ("/rerank", "POST", self.rerank),
             ("/v1/rerank", "POST", self.rerank),
             ("/v2/rerank", "POST", self.rerank),
             ("/v1/messages", "POST", self.messages),
             ("/v1/messages/count_tokens", "POST", self.tokens.count_tokens),
-            # The same for clients whose base URL has no /v1, as llama.cpp has it.
-            ("/models", "GET", self.models),
-            ("/completions", "POST", self.completions),
-            ("/chat/completions", "POST", self.chat),
-            ("/responses", "POST", self.responses),
             ("/tokenize", "POST", self.tokens.tokenize),
             ("/detokenize", "POST", self.tokens.detokenize),
             ("/tokenizer_info", "GET", self.tokens.tokenizer_info),
@@ -271,8 +268,8 @@ class Server:
                 model=body.model or self.names[0],
                 response_model=self.names[0],
                 response_id=call.format.id,
-                temperature=body.temperature,
-                top_p=body.top_p,
+                temperature=getattr(body, "temperature", None),  # embeddings have none
+                top_p=getattr(body, "top_p", None),
                 gap_target=finite(call.promise.promised_gap),
                 ttft_target=finite(call.promise.promised_ttft),
                 error="engine_error" if done.reason == "error" else None,
@@ -343,6 +340,15 @@ class Server:
             "parent": None,
             "max_model_len": None if facts is None else facts.max_model_len,
         }
+
+    def _limited(self, handler: Handler) -> Handler:
+        """The same endpoint, counted for the limits of the key that asks."""
+
+        async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+            with self.counted(scope["tenant"]):
+                await handler(scope, receive, send)
+
+        return limited
 
     @contextmanager
     def counted(self, tenant: str) -> Iterator[None]:
@@ -444,8 +450,10 @@ def _operation(body: Any) -> str:
 class _Endpoint:
     """Starlette takes an object that is not a function for an application, and leaves request and response to it."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, path: str) -> None:
         self._handler = handler
+        self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["weft_route"] = self._path  # for the metrics: "/v1/responses/{id}", whatever the id
         await self._handler(scope, receive, send)

@@ -1,5 +1,6 @@
 """From a body to a Call: everything about a request is checked here, and its prompt becomes token ids."""
 
+import asyncio
 import math
 import secrets
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from weft.serve.infer import TTFT_HEADER, Call
 from weft.serve.lengths import Ids, check_described, check_length, kept, prompt_field, says_length, too_long, truncated
 from weft.serve.messages import Facts
 from weft.serve.responses import ResponsesBody, ResponsesFormat, as_chat
-from weft.serve.texts import Texts
+from weft.serve.texts import SHORT, Texts
 from weft.serve.tools import Tools
 from weft.text.reasoning import REASONING_PARSERS, make_reasoning_parser, place_of
 
@@ -121,11 +122,16 @@ class Desk:
 
     async def embedding(self, body: EmbeddedBody, caller: Caller, facts: Facts) -> Call:
         """Prompts whose embeddings are wanted, or compared."""
+        if not self.pooling:
+            raise RequestError(f"{self.model} pools in a way that is not supported: its 1_Pooling/config.json says how")
         if isinstance(body, EmbeddingsBody):
             check_dimensions(body.dimensions or None, facts.hidden_size)
         completion = body.completion()
         keeps = kept(completion, 1, facts)
-        prompts = [truncated(ids, completion, keeps) for ids in await self._read(completion, 1, facts, keeps)]
+        try:
+            prompts = [truncated(ids, completion, keeps) for ids in await self._read(completion, 1, facts, keeps)]
+        except RequestError as error:
+            raise ApiError(400, str(error), param=body.field) from None
         params = pooling_params(self.pooling)
         format = body.format(f"embd-{caller.request_id}", self.model)
         choices: list[Choice] = [EmbeddedPrompt(index, None, ids, params) for index, ids in enumerate(prompts)]
@@ -267,7 +273,7 @@ class Desk:
         if params.structured_outputs is not None:
             await self._check_structure(body, params.structured_outputs)
         params.check_vocabulary(facts.vocab_size)
-        _check_logprobs(params, self.max_logprobs)
+        _check_logprobs(params, self.max_logprobs, "top_logprobs" if isinstance(body, ChatBody) else "logprobs")
         for ids in prompts:
             check_length(len(ids), params.max_tokens if says_length(body) else None, facts, prompt_field(body))
         wishes = _wishes(body, caller, facts)
@@ -311,7 +317,15 @@ class Desk:
                 f"prompt: {len(every)} prompts with n={n} are too many at once: at most {MOST_PROMPTS} prompts and "
                 f"{MOST_STREAMS} completions fit into one request"
             )
-        return [await self._ids(one, body, facts, keeps) for one in every]
+        found = []
+        characters = 0
+        for one in every:
+            found.append(await self._ids(one, body, facts, keeps))
+            characters += len(one) if isinstance(one, str) else 0
+            if characters > SHORT:  # many short texts are encoded here, on the event loop
+                characters = 0
+                await asyncio.sleep(0)
+        return found
 
     async def _ids(self, prompt: Any, body: CompletionBody, facts: Facts, keeps: int) -> Ids:
         if isinstance(prompt, str):
@@ -377,9 +391,9 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 
 
-def _check_logprobs(params: SamplingParams, most: int) -> None:
-    for name in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(params, name)
+def _check_logprobs(params: SamplingParams, most: int, field: str) -> None:
+    """`field` is the one that asks for log probabilities of the answer."""
+    for name, wanted in ((field, params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if wanted is not None and wanted > most:
             raise RequestError(f"{name}: {wanted} alternatives a token are wanted, and {most} may be (--max-logprobs)")
 

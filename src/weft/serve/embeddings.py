@@ -7,7 +7,7 @@ which is when its embedding is there. Scores are cosines of embeddings: this ser
 import base64
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from msgspec import Raw, Struct
@@ -25,14 +25,15 @@ Vectors = list[Vector]
 class EmbeddedBody(Struct, kw_only=True):
     """What all three have in common."""
 
+    field: ClassVar[str]  # that has the prompts
+
     model: str | None = None
     user: str | None = None
     priority: Whole | None = None
     service_tier: str | None = None
     cache_salt: str | None = None
     truncate_prompt_tokens: Whole | None = None
-    temperature: None = None  # for the request's trace
-    top_p: None = None
+    truncation_side: Literal["left", "right"] | None = None
 
     def prompts(self) -> str | list[Any]:
         raise NotImplementedError
@@ -42,13 +43,14 @@ class EmbeddedBody(Struct, kw_only=True):
 
     def completion(self) -> CompletionBody:
         """The same prompts, as the engine's other requests have them."""
-        same = ("model", "user", "priority", "service_tier", "cache_salt", "truncate_prompt_tokens")
+        same = ("model", "user", "priority", "service_tier", "cache_salt", "truncate_prompt_tokens", "truncation_side")
         add_special_tokens = getattr(self, "add_special_tokens", None)
         given = {name: getattr(self, name) for name in same}
         return CompletionBody(prompt=self.prompts(), max_tokens=1, add_special_tokens=add_special_tokens, **given)
 
 
 class EmbeddingsBody(EmbeddedBody, kw_only=True):
+    field = "input"
     input: str | list[Any]  # text, token ids, or a list of either
     encoding_format: str | None = None  # float or base64
     dimensions: Count | None = None  # the first so many numbers
@@ -65,6 +67,7 @@ class EmbeddingsBody(EmbeddedBody, kw_only=True):
 
 
 class ScoreBody(EmbeddedBody, kw_only=True):
+    field = "text_2"
     text_1: str | list[str]
     text_2: str | list[str]
 
@@ -87,6 +90,7 @@ class ScoreBody(EmbeddedBody, kw_only=True):
 
 
 class RerankBody(EmbeddedBody, kw_only=True):
+    field = "documents"
     query: str
     documents: list[str | Json]
     top_n: Count | None = None  # the best so many; 0 or left out: all

@@ -157,7 +157,7 @@ class Gate:
                 wrong = ApiError(500, "something went wrong inside the server; its log says more", code="internal")
                 await _fail(counted, wrong, scope)
         finally:
-            path = scope["path"]
+            path = scope.get("weft_route", "other")
             self.metrics.responded(path if path in self.paths else "other", status or 499)
 
     def _note(self, error: ApiError) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+MOST_NAME = 64  # characters of one that are kept
 MOST_NAMES = 100  # of unknown fields; requests could bring any number
 MOST = 5  # entries within PERIOD; one is a traceback of some forty lines
 PERIOD = 10.0  # seconds
@@ -63,7 +64,7 @@ class Unknown:
         self._names: set[str] = set()
 
     def note(self, names: list[str]) -> None:
-        for name in names:
+        for name in (name[:MOST_NAME] for name in names):
             if name not in self._names and len(self._names) < MOST_NAMES:
                 self._names.add(name)
-                self._say(f"weft: requests have the field {name!r:.80}, which is not known here and is ignored")
+                self._say(f"weft: requests have the field {name!r}, which is not known here and is ignored")

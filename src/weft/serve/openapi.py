@@ -124,7 +124,7 @@ def description(with_keys: bool, root_path: str = "") -> Json:
                 "get": _operation("The conversation before a response", parameters=[_ID, *_PAGE])
             },
             "/v1/embeddings": {"post": _operation("Embeddings of prompts", embeddings, _SLO_HEADERS)},
-            "/score": {"post": _operation("Cosines of the embeddings of two texts", score, _SLO_HEADERS)},
+            "/v1/score": {"post": _operation("Cosines of the embeddings of two texts", score, _SLO_HEADERS)},
             "/v1/rerank": {"post": _operation("Documents by the cosine with a query", rerank, _SLO_HEADERS)},
             "/v1/messages": {
                 "post": _operation("Answers a conversation", message, _SLO_HEADERS, stream=True, error="AnthropicError")

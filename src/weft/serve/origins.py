@@ -10,7 +10,12 @@ Header = tuple[bytes, bytes]
 # is never among them: any page of any site can make a frame of that origin.
 _LOCAL = re.compile(rb"http://(?:localhost|127\.0\.0\.1)(?::[0-9]{1,5})?")
 SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))  # change and compute nothing
-EXPOSED = b"x-request-id, x-slo-ttft-ms, x-slo-gap-ms, retry-after"  # headers of ours that a page may read
+EXPOSED = b", ".join(  # headers of ours that a page may read
+    (
+        *(b"x-request-id", b"request-id", b"retry-after", b"x-weft-ignored-fields"),
+        *(b"x-slo-ttft-ms", b"x-slo-gap-ms", b"x-slo-promise"),
+    )
+)
 PREFLIGHT: list[Header] = [
     (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
     (b"access-control-allow-headers", b"*, authorization"),

@@ -89,7 +89,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
             options.reasoning_parser, REASONING_PARSERS, "reasoning_parser", detect_reasoning(template)
         ),
         checker=Checker(),
-        pooling=pooling_of(path),
+        pooling=_pooling(path),
         fingerprint=_fingerprint(path, engine_options),
         max_logprobs=options.max_logprobs,
         names_ids=options.return_tokens_as_token_ids,
@@ -130,6 +130,15 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
         bodies=Bodies(int(options.max_body_mb * 1e6)),
         created=int(time.time()),
     )
+
+
+def _pooling(path: Path) -> str:
+    """How the model pools; "" where that is not supported, which is no reason not to generate."""
+    try:
+        return pooling_of(path)
+    except ModelError as error:
+        _say(f"embeddings will be refused: {error}")
+        return ""
 
 
 def _fingerprint(path: Path, options: EngineOptions) -> str:

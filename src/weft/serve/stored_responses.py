@@ -17,7 +17,7 @@ from weft.serve.calls import Caller, Desk
 from weft.serve.errors import ApiError
 from weft.serve.fields import Json
 from weft.serve.formats import to_json
-from weft.serve.gate import answer
+from weft.serve.gate import answer, request_ids
 from weft.serve.infer import JSON_HEADERS, STREAM_HEADERS, Call, Gone, Presence
 from weft.serve.log import Sparing
 from weft.serve.messages import Facts
@@ -27,6 +27,7 @@ from weft.serve.responses import ResponsesBody, ResponsesFormat
 
 TIDY_EVERY = 60.0  # seconds after which an idle server looks for responses that are too old
 PIECE = 1 << 18  # bytes of a stored response that are sent at once, so that slow clients hold little
+KNOWN_AT_ONCE = (b"x-request-id", b"x-weft-ignored-fields")  # headers of a background response: no promise yet
 MOST_LISTED = 100  # input items in one answer
 
 
@@ -143,7 +144,7 @@ class StoredResponses:
             after = _number(query, "starting_after", -1)
             await follow(_log(found), after + 1, [(b"x-request-id", scope["request_id"])], receive, send)
             return
-        await _send_body(send, found.body)
+        await _send_body(send, found.body, request_ids(scope))
 
     async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
         """DELETE /v1/responses/{id}; one that runs is ended."""
@@ -153,7 +154,7 @@ class StoredResponses:
             found.cancel()
             await found.ended.wait()
         self.store.remove(scope["tenant"], id)
-        await answer(send, 200, {"id": id, "object": "response", "deleted": True})
+        await answer(send, 200, {"id": id, "object": "response", "deleted": True}, request_ids(scope))
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/responses/{id}/cancel; one that has ended stays as it is."""
@@ -164,7 +165,7 @@ class StoredResponses:
             found = self._find(scope)
         elif not found.is_background:
             raise ApiError(400, "only a response that was created with background=true can be cancelled")
-        await _send_body(send, found.body)
+        await _send_body(send, found.body, request_ids(scope))
 
     async def input_items(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /v1/responses/{id}/input_items, the last one first unless order=asc."""
@@ -177,7 +178,7 @@ class StoredResponses:
             raise ApiError(400, f"order={order!r:.40} is unknown: choose asc or desc", param="order")
         id, items = scope["path_params"]["id"], found.input
         listed = await self.desk.texts.aside(len(items), lambda: _listed(id, items, order, after, limit))
-        await answer(send, 200, listed)
+        await answer(send, 200, listed, request_ids(scope))
 
     def _find(self, scope: Scope) -> Stored | Running:
         """The response that a path names, where the key that asks has created it."""
@@ -236,7 +237,7 @@ class Session:
         self._owner.check_room(len(self._items), call.stream)  # nothing is waited for between this and the start
         running = Running(self._tenant, self._format, self._items, call.stream)
         self._owner.start(running, work, admission.pop_all())
-        headers = [header for header in call.headers if header[0] == b"x-request-id"]  # no promise is known yet
+        headers = [header for header in call.headers if header[0] in KNOWN_AT_ONCE]
         if running.log is not None:
             await follow(running.log, 0, headers, self._receive, self._send)
         else:
@@ -257,8 +258,13 @@ async def follow(log: EventLog, number: int, headers: list[tuple[bytes, bytes]],
             if events is None:  # the client is slower than the stream, by all that is kept
                 break
             if events:
-                number += len(events)
-                await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                data = b""
+                for event in events:  # slow clients hold little
+                    data += event
+                    number += 1
+                    if len(data) > PIECE:
+                        break
+                await send({"type": "http.response.body", "body": data, "more_body": True})
             elif log.ended:
                 break
             else:
@@ -358,9 +364,9 @@ def _number(query: dict[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-async def _send_body(send: Send, body: bytes) -> None:
+async def _send_body(send: Send, body: bytes, ids: list[tuple[bytes, bytes]]) -> None:
     """A JSON text, in pieces: the next one is sent when the client has taken most of the last."""
-    headers = [*JSON_HEADERS, (b"content-length", b"%d" % len(body))]
+    headers = [*JSON_HEADERS, *ids, (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for start in range(0, len(body), PIECE):
         more = start + PIECE < len(body)

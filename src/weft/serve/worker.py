@@ -119,7 +119,7 @@ def facts_of(engine: Engine, options: dict[str, Any]) -> Facts:
         ttft_source=targets.ttft_source,
         calibration_quality="" if promises is None else promises.calibration.quality,
         profile=profile,
-        hidden_size=executor.model.config.hidden_size,
+        hidden_size=engine.hidden_size,
     )
 
 

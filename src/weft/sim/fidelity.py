@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import StepShape, Targets
-from weft.core.residuals import Heat
+from weft.core import Targets
+from weft.core.residuals import Heat, RunStep
 from weft.sim.compare import Report, run_policy
 from weft.sim.profiles import Profile
 from weft.sim.simulator import Played, Truth
@@ -33,7 +33,7 @@ class Served:
     outside: NDArray[np.float64]  # the rest of its TTFT, but for the client's lag: network, parsing, writing
     lag: NDArray[np.float64]  # how late the client sent it
     failures: dict[str, int] = field(default_factory=dict)  # errors that are no refusals, and how often they came
-    steps: list[tuple[StepShape, float]] = field(default_factory=list)  # and their seconds; a client knows none
+    steps: list[RunStep] = field(default_factory=list)  # a client knows none
     request: float = 0.0  # seconds of a TTFT outside of the engine, measured before the play with nothing else running
     token: float | None = None  # seconds between two tokens of one step at their clients, likewise; None: not known
     others: float | None = None  # share of the machine's processor time that other processes took; None: not known
@@ -122,7 +122,8 @@ def step_errors(served: Sequence[Served], profile: Profile) -> dict[str, dict[st
     ratios: dict[str, list[float]] = {"prefill": [], "decode": []}
     for one in served:
         heat = Heat(profile.coefficients)
-        for shape, seconds in one.steps:
+        for shape, seconds, idle in one.steps:
+            heat.rest(idle)
             kind = "prefill" if shape.slices else "decode"
             ratios[kind].append(seconds / exact.expected(shape, heat.share) - 1)
             heat.run(shape, seconds)
