@@ -116,7 +116,7 @@ def test_a_request_may_ask_for_tokens_as_text(client: httpx.Client) -> None:
     [
         (TEXT, {"prompt": "The", "logprobs": 4}, "logprobs"),
         (TEXT, {"prompt": "The", "prompt_logprobs": 4}, "prompt_logprobs"),
-        (CHAT, {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 4}, "logprobs"),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 4}, "top_logprobs"),
     ],
 )
 def test_more_logprobs_than_the_operator_allows(
