@@ -8,7 +8,8 @@ import pytest
 from tests.core.test_scheduler import prompt, run
 from tests.toy import ToyExecutor, solo, toy_loop, toy_stream
 from weft.core import Coefficients, CostModel, Request, Scheduler, StepPlan, chunked, slo
-from weft.core.cost import decodes_alone
+from weft.core.cost import StepShape, decodes_alone
+from weft.core.promises import Source
 from weft.core.tenants import Tenants
 from weft.engine.executor import StepInputs, StepMasks, StepResult
 from weft.engine.loop import Loop
@@ -116,6 +117,52 @@ def test_batch_fills_the_slack_and_makes_room_when_somebody_comes() -> None:
         "y:5+1*",
         "y:6+1*",
     ]
+
+
+def test_batch_decodes_respect_a_default_gap_target() -> None:
+    """A flood of batch requests made steps of 300 ms beside a stream with the default target of 50."""
+    loop = slo_loop()
+    for number in range(6):
+        add(loop, f"b{number}", 1, 9, batch=True, arrival=number * 0.01)
+    loop.step()
+    add(loop, "person", 2, 9, gap_target=8.0, gap_source=Source.DEFAULT, arrival=1.0)
+    loop.step()
+    beside = 0
+    while any(request.id == "person" for request in loop.scheduler.running):
+        shape = step_shape(loop)
+        assert shape.decodes <= 4, "half of the default gap is for decodes"
+        beside += shape.decodes > 1
+    assert beside > 4, "batch requests fill the slack"
+    run(loop)
+    loop.scheduler.check_integrity()
+
+
+def test_batch_prompts_do_not_make_a_default_gap_target_give_way() -> None:
+    loop = slo_loop()
+    add(loop, "person", 1, 60, gap_target=3.0, gap_source=Source.DEFAULT)
+    loop.step()
+    add(loop, "batch", 60, 1, batch=True)
+    while loop.scheduler.num_waiting or len(loop.scheduler.running) > 1:
+        assert step_shape(loop).tokens <= 3
+    add(loop, "other", 60, 1)
+    assert step_shape(loop).tokens > 3, "it gives way to other prompts"
+
+
+def test_batch_gets_on_beside_a_stream_that_misses_its_default_gap_anyway() -> None:
+    loop = slo_loop(seqs=16)
+    for number in range(12):
+        add(loop, f"p{number}", 1, 60, gap_target=2.0, gap_source=Source.DEFAULT)
+    loop.step()
+    batch = add(loop, "batch", 4, 8, batch=True)
+    run(loop, steps=40)
+    assert batch.request.finish_reason is not None
+
+
+def step_shape(loop: Loop) -> StepShape:
+    shapes: list[StepShape] = []
+    loop.on_record = lambda record: shapes.append(record.shape)
+    loop.step()
+    return shapes[-1]
 
 
 def test_a_request_without_a_promise_is_not_overtaken_for_ever() -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from weft.core.budget import Allowance, StepLoad
+from weft.core.budget import BATCH_DELAY, BATCH_JOINS, BATCH_SHARE, Allowance, StepLoad
 from weft.core.cost import CostModel, StepShape
 from weft.core.forecast import Array, Forecast, Prefill, Rows, expect, forecast
 from weft.core.lineup import Lineup
@@ -45,6 +45,13 @@ class Admission(Protocol):
         """Whether a prefill may start, given the decode step that it will later be part of."""
         ...
 
+    def has_slack(self, after: StepShape, alone: StepShape, gap: float, soft_gap: float, joins: bool) -> bool:
+        """Whether batch requests may be in a decode step: `after` is the step with them, `alone` the one without.
+
+        `joins`: one of them is about to start.
+        """
+        ...
+
     def is_possible(self, prefill: Prefill) -> bool:
         """Whether an idle machine could bring this request's first token in time."""
         ...
@@ -60,6 +67,9 @@ class AdmitAll:
         return False
 
     def may_join(self, after: StepShape, gap: float) -> bool:
+        return True
+
+    def has_slack(self, after: StepShape, alone: StepShape, gap: float, soft_gap: float, joins: bool) -> bool:
         return True
 
     def is_possible(self, prefill: Prefill) -> bool:
@@ -144,6 +154,16 @@ class DeadlineAdmission:
 
     def may_join(self, after: StepShape, gap: float) -> bool:
         return self.cost.predict(after) * self.cost.decode.tail <= gap
+
+    def has_slack(self, after: StepShape, alone: StepShape, gap: float, soft_gap: float, joins: bool) -> bool:
+        if min(gap, soft_gap) == math.inf:
+            return True
+        seconds = self.cost.predict(after) / (BATCH_JOINS if joins else 1.0)
+        late = seconds * self.cost.decode.tail
+        if late > BATCH_SHARE * gap:
+            return False
+        # A default target that the others miss without the batch class does not keep it out for ever.
+        return late <= BATCH_SHARE * soft_gap or seconds <= BATCH_DELAY * self.cost.predict(alone)
 
     def is_possible(self, prefill: Prefill) -> bool:
         request, first, left = prefill

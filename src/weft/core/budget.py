@@ -10,6 +10,10 @@ IDLE_STEP = 0.25  # seconds a step may take where nobody decodes, so that a newc
 LEAST_SLICE = 16  # tokens
 HARMLESS = 0.95  # of the pace of prefill: what is left of it if a wish for a smaller gap is to be granted
 BATCH_SHARE = 0.5  # of the tightest gap: most that a decode step may take for the batch class to be in it
+BATCH_JOINS = (
+    0.9  # of that: most for another batch request to start, so that it is not preempted again in the next step
+)
+BATCH_DELAY = 1.25  # times a step without the batch class: what one with it may take if a default gap is missed anyway
 YIELDS = 0.8  # of `chunked`'s pace of prefill: a default gap target gives way where it would leave less
 STARVED = 0.25  # of the same: where a promised gap leaves less, the operator is told
 
@@ -58,6 +62,10 @@ class Budget(Protocol):
 
     def tighten(self, seconds: float) -> None:
         """The step is to end within so many seconds if it can: a first token that it brings is promised by then."""
+        ...
+
+    def limit_batch(self) -> None:
+        """Only batch prompts follow: a default gap target does not give way to them."""
         ...
 
 
@@ -145,7 +153,20 @@ class UpToTheGap:
         seconds = self.step(self.cost, beside, 0)
         # Where a default target gives way, what it gives way to is the gap.
         gap = min(beside.gap, seconds * self.cost.margin) if beside.has_target else math.inf
-        return TimeBudget(self.cost, load.shape, seconds, self.tokens - load.shape.decodes, gap)
+        return TimeBudget(
+            self.cost, load.shape, seconds, self.tokens - load.shape.decodes, gap, self._batch_step(beside, load.shape)
+        )
+
+    def _batch_step(self, beside: Beside, shape: StepShape) -> float:
+        """Seconds that a step with batch prompts may take: the default gap, or a little more than the decodes alone."""
+        if beside.soft_gap == math.inf:
+            return math.inf
+        return max(self._within(self.cost, beside.soft_gap, beside.decodes), BATCH_DELAY * self.cost.predict(shape))
+
+    def _within(self, cost: CostModel, gap: float, decodes: int) -> float:
+        """Seconds that a step may be predicted to take for its tokens to reach clients within `gap`."""
+        # Tokens are handed out one after the other, so a gap can be longer than the step.
+        return max(gap - cost.host.delivery_jitter(decodes), gap / 2) / cost.margin
 
     def _is_harmless(self, load: StepLoad) -> bool:
         """Whether prompts get on nearly as fast with the gap that is wished for as with the one that is promised."""
@@ -157,11 +178,9 @@ class UpToTheGap:
     def step(self, cost: CostModel, beside: Beside, reach: float) -> float:
         if not beside.has_target:
             return IDLE_STEP
-        # Tokens are handed out one after the other, so a gap can be longer than the step.
-        jitter = cost.host.delivery_jitter(beside.decodes)
-        seconds = max(beside.gap - jitter, beside.gap / 2) / cost.margin
+        seconds = self._within(cost, beside.gap, beside.decodes)
         if beside.soft_gap < beside.gap:
-            soft = max(beside.soft_gap - jitter, beside.soft_gap / 2) / cost.margin
+            soft = self._within(cost, beside.soft_gap, beside.decodes)
             seconds = min(seconds, max(soft, self._yielding_step(cost, beside)))
         return seconds
 
@@ -219,6 +238,9 @@ class TokenBudget:
     def tighten(self, seconds: float) -> None:
         pass
 
+    def limit_batch(self) -> None:
+        pass
+
 
 class PromptBudget(TokenBudget):
     """Prompts are taken whole, as many as the budget holds, or one if it is larger."""
@@ -240,12 +262,21 @@ class PromptBudget(TokenBudget):
 class TimeBudget:
     """Seconds of predicted time for the whole step; `idle` where nobody beside the prefills is promised a gap."""
 
-    def __init__(self, cost: CostModel, shape: StepShape, seconds: float, tokens: int, gap: float) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        shape: StepShape,
+        seconds: float,
+        tokens: int,
+        gap: float,
+        batch_seconds: float = math.inf,
+    ) -> None:
         self.cost = cost
         self.shape = shape
         self.seconds = seconds
         self.tokens = tokens
         self.gap = gap
+        self.batch_seconds = batch_seconds
         self.idle = gap == math.inf
         self.reason = "no gap target" if self.idle else "gap target"
 
@@ -272,6 +303,10 @@ class TimeBudget:
         self.seconds = min(self.seconds, seconds / self.cost.margin)
         if self.idle:  # such a step may be long, but a first token is not to wait for others' prompts
             self.seconds = min(self.seconds, 2 * self.cost.predict(self.shape))
+
+    def limit_batch(self) -> None:
+        self.seconds = min(self.seconds, self.batch_seconds)
+        self.gap = min(self.gap, self.batch_seconds * self.cost.margin)
 
 
 def least_step(cost: CostModel, decodes: int, context: float, reach: float) -> float:

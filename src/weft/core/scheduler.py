@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.blocks import BlockPool
-from weft.core.budget import BATCH_SHARE, Budget, StepLoad
+from weft.core.budget import Budget, StepLoad
 from weft.core.cost import StepShape, decodes_alone, slice_pairs, slice_reach
 from weft.core.draft import NO_SLOTS, Draft, ints
 from weft.core.forecast import GROUPS, Prefill
@@ -163,7 +163,7 @@ class Scheduler:
         prefills_first = self.policy.allowance.prefills_first
         draft.decodes = NO_SLOTS if prefills_first else self._plan_decodes()
         load = self._load(draft.decodes, now)
-        if load.gap < math.inf:
+        if min(load.gap, load.soft_gap) < math.inf:
             load = self._trim_batch(load, now)
         self._screen(load, now)
         reason = self._plan_prefills(load)
@@ -287,6 +287,8 @@ class Scheduler:
             return budget.reason
         turns = Turns(self._prefilling, self.queue, self.policy.order.overtakes, load.start)
         while (request := turns.next()) is not None:
+            if request.batch:
+                budget.limit_batch()
             if request.state is State.WAITING:
                 victims = self._draft.preemptions
                 if not self._admit(request, budget, load, turns):
@@ -331,7 +333,10 @@ class Scheduler:
             turns.close()
             return False
         if not self._joins(request, load, NOBODY):
-            turns.pass_over(request)
+            if request.batch:  # thousands may wait behind it, and those find no slack either
+                turns.close_line(request)
+            else:
+                turns.pass_over(request)
             return False
         self.queue.remove(request)
         self._seat(request)
@@ -375,29 +380,43 @@ class Scheduler:
         decodes = self._decoding()
         if gone:
             decodes = decodes[~np.isin(decodes, [other.slot for other in gone])]
-        shape, gap = self._load(decodes, load.start)[1:3]
         prefills = [other for other in self._prefilling if other not in gone] + [request]
         prefills = [other for other in prefills if other.known + 1 < other.limit]  # the others never decode
         if not prefills:
             return True
-        count = shape.decodes + len(prefills)
-        context = shape.context + sum(other.known for other in prefills)
-        gap = min(gap, min(other.firm_gap for other in prefills))
-        share = BATCH_SHARE if request.batch else 1.0
-        return self.policy.admission.may_join(decodes_alone(count, context), gap * share)
+        if request.batch:
+            return self._has_slack(decodes, prefills, load, joins=True)
+        gap = min(self._load(decodes, load.start).gap, min(other.firm_gap for other in prefills))
+        return self.policy.admission.may_join(self._decode_shape(decodes, prefills), gap)
+
+    def _has_slack(
+        self, decodes: NDArray[np.int64], prefills: Sequence[Request], load: StepLoad, *, joins: bool
+    ) -> bool:
+        """Whether the batch requests among these may be in one decode step with the others."""
+        others = [request for request in prefills if not request.batch]
+        alone = self._decode_shape(decodes[~self.slots.batch[decodes]], others)
+        _, _, gap, soft_gap, *_ = self._load(decodes, load.start)
+        gap = min(gap, min((request.firm_gap for request in others), default=math.inf))
+        soft_gap = min(soft_gap, min((request.soft_gap for request in others), default=math.inf))
+        after = self._decode_shape(decodes, prefills)
+        return self.policy.admission.has_slack(after, alone, gap, soft_gap, joins)
+
+    def _decode_shape(self, decodes: NDArray[np.int64], prefills: Sequence[Request]) -> StepShape:
+        """The step in which all of these decode."""
+        context = int(self.slots.planned[decodes].sum()) + len(decodes) + sum(request.known for request in prefills)
+        return decodes_alone(len(decodes) + len(prefills), context)
 
     def _trim_batch(self, load: StepLoad, now: float) -> StepLoad:
-        """Batch decodes give way where, beside those who are promised a gap, they take more than their part of it."""
+        """Preempts batch requests until the decode step takes at most their share of the others' tightest gap."""
         decodes = self._draft.decodes
         slots = decodes[self.slots.batch[decodes]]
         if not len(slots):
             return load
         for victim in sorted((self._occupant(slot) for slot in slots.tolist()), key=self._loss):
-            if self.policy.admission.may_join(load.shape, load.gap * BATCH_SHARE):
+            if self._has_slack(self._still_decoding(), (), load, joins=False):
                 break
             self._preempt(victim)
-            load = self._load(self._still_decoding(), now)
-        return load
+        return self._load(self._still_decoding(), now)
 
     def _still_decoding(self) -> NDArray[np.int64]:
         """Of the decodes that were settled, those who have not been preempted since."""

@@ -60,7 +60,7 @@ class Loop:
         self._held: list[TokenEvent] = []  # to be handed out with the next events
         self._by_slot: list[Any] = [None] * scheduler.slots.size  # the Stream that a slot's tokens are for, if any
         self._masks = MaskBuilder()
-        self._last_seconds = 0.0  # that the device took for the last step
+        self.last_seconds = 0.0  # that the device took for the last step
         self._stop_ids: set[int] = set()  # of all streams there were: most steps sample none of them
         self._left_at: float | None = None  # when the last turn ended, with work left
 
@@ -89,7 +89,7 @@ class Loop:
             self._held += self._take_in()
         began = self.clock()
         outside = 0.0 if self._left_at is None else began - self._left_at
-        if self._masks.wait_for_new(MASK_SHARE * self._last_seconds if self._in_flight else 0.0):
+        if self._masks.wait_for_new(MASK_SHARE * self.last_seconds if self._in_flight else 0.0):
             began = self.clock()  # to wait is no work
         with self._all_or_nothing():
             for stream in self._masks.collect():
@@ -166,7 +166,7 @@ class Loop:
         with self._all_or_nothing():
             self._in_flight.popleft()
             outcome = Outcome(filled=filled)
-            self._last_seconds = result.finished - result.started
+            self.last_seconds = result.finished - result.started
             events = self._events(plan, result, outcome)
             self._advance_masks(events)
             record = self.scheduler.commit(plan, outcome, result.started, result.finished)

@@ -76,9 +76,10 @@ class EngineStep(NamedTuple):
     free_blocks: int
     host: HostTimes = HostTimes()
     starved: bool = False
+    taken: int = 0  # streams that the engine process has taken in or turned away since it started
 
     @classmethod
-    def of(cls, record: StepRecord, queued_tokens: int) -> Self:
+    def of(cls, record: StepRecord, queued_tokens: int, taken: int) -> Self:
         return cls(
             record.started,
             record.finished,
@@ -94,6 +95,7 @@ class EngineStep(NamedTuple):
             record.free_blocks,
             record.host,
             record.starved,
+            taken,
         )
 
 

@@ -196,11 +196,11 @@ class Server:
             raise ApiError(
                 503, "the server is shutting down", code="draining", retry_after=self.options.shutdown_timeout
             )
-        self._check_queue()
         tenant, headers = scope["tenant"], scope["headers_by_name"]
         with ExitStack() as admission:
             admission.enter_context(self._admitted(tenant))
             try:
+                self.client.check_queue()  # before anything is read
                 data = await self.bodies.read(scope, receive)
                 there = admission.enter_context(closing(Presence(receive)))
                 caller = Caller(tenant, self._salt(tenant), wanted(headers), arrival, new_request_id(), len(data))
@@ -277,16 +277,6 @@ class Server:
                 tracestate=headers.get(b"tracestate", b"").decode("latin-1") or None,
             )
         )
-
-    def _check_queue(self) -> None:
-        """Before anything is read: what the engine last said, and what was sent since."""
-        most, load = self.engine_options.max_queued_requests, self.client.load
-        if most is None:
-            return
-        waiting = load.waiting + max(0, load.sent - (self.facts().max_num_seqs - load.running))
-        if waiting >= most:
-            message = f"{waiting} requests wait already, and {most} may (--max-queued-requests): try again later"
-            raise ApiError(503, message, code="queue_full", retry_after=1)
 
     def facts(self) -> Facts:
         facts = self.client.facts

@@ -17,7 +17,7 @@ import zmq.asyncio
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
-from weft.errors import RequestError
+from weft.errors import QueueFullError, RequestError
 from weft.observe.metrics import EngineStep
 from weft.serve.folder import EngineFolder, sweep
 from weft.serve.messages import (
@@ -95,7 +95,7 @@ class Load:
     waiting: int = 0
     queued_tokens: int = 0
     free_blocks: int = 0
-    sent: int = 0  # streams that the engine may not have counted yet
+    sent: int = 0  # streams that were sent and that the engine had not read when it last told
 
 
 class Prompt(NamedTuple):
@@ -134,6 +134,7 @@ class EngineClient:
         self._orders = Orders("", path, tuple(eos_ids), options, record_steps)
         self._listener = listener
         self._numbers = itertools.count()
+        self._sent = 0  # streams, to the engine process that is up
         self._routes: dict[int, tuple[Job, int]] = {}
         self._socket: zmq.asyncio.Socket | None = None
         self._deaths: deque[float] = deque()
@@ -158,6 +159,23 @@ class EngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
+    def check_queue(self, streams: int = 1) -> None:
+        """Raises QueueFullError where not all of so many more streams may wait. Counts what is on its way as well."""
+        most = self._orders.options["max_queued_requests"]
+        if most is None or self.facts is None:
+            return
+        seats, load = self.facts.max_num_seqs, self.load
+        if streams > most + seats:
+            raise RequestError(
+                f"prompt: {streams} completions are asked for, but at most {seats} run (--max-num-seqs) and {most} "
+                "wait (--max-queued-requests): send fewer prompts at once, or lower n"
+            )
+        waiting = load.waiting + load.sent - (seats - load.running)  # negative: seats are free
+        if waiting + streams > most:
+            raise QueueFullError(
+                f"{max(0, waiting)} requests wait already, and {most} may (--max-queued-requests): try again later"
+            )
+
     def submit(self, prompts: Sequence[Prompt], arrival: float) -> Job:
         """Sends prompts as one job; its streams are those of the first prompt, then those of the second, ..."""
         job = Job()
@@ -173,6 +191,7 @@ class EngineClient:
         if self._socket is None or self.facts is None:  # it died while the request was read
             job.put(Update(0, None, lost=DIED))
             return job
+        self._sent += len(job.keys)
         self._routes.update((key, (job, index)) for index, key in enumerate(job.keys))
         job.open.update(job.keys)
         self.load.sent += len(job.keys)
@@ -266,7 +285,7 @@ class EngineClient:
 
     def _forget(self) -> None:
         """There is no engine process any more."""
-        self._socket, self._watch, self.facts, self.pid, self.load = None, None, None, None, Load()
+        self._socket, self._watch, self.facts, self.pid, self.load, self._sent = None, None, None, None, Load(), 0
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         """Until the engine says that it cannot go on."""
@@ -308,7 +327,8 @@ class EngineClient:
                 embedding = news.embeddings.get(end.key) if news.embeddings else None
                 job.put(Update(index, end.token, end, logprobs.get(end.key), at=now, embedding=embedding))
         if (step := news.step) is not None:
-            self.load = Load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
+            unread = self._sent - step.taken
+            self.load = Load(step.running, step.waiting, step.queued_tokens, step.free_blocks, unread)
             self._listener.on_step(step)
 
     def _reject(self, message: Rejected) -> None:

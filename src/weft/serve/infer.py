@@ -126,6 +126,7 @@ class Presence:
 
 async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, there: Watcher, send: Send) -> "Exchange":
     """Runs a call to its end, whatever the end is; returns what is to be known of it afterwards."""
+    client.check_queue(sum(prompt.params.n for prompt in call.prompts))
     job = client.submit(call.prompts, call.arrival)
     there.tell(job)
     exchange = Exchange(call, client, job, metrics)

@@ -54,7 +54,8 @@ from weft.serve.pulse import Pulse
 SWITCH = 0.0005  # seconds that another thread may keep the interpreter from the loop
 MOST_FAILURES = 3  # steps in a row; then the device is not to be trusted and another process is better
 SHORT = 2048  # tokens of a prompt that is made ready at once: half a millisecond
-MOST_INTAKE = 0.001  # seconds of taking in messages between two steps
+INTAKE_SHARE = 0.1  # of the last step's time: most that taking in messages may take beside the next one,
+LEAST_INTAKE = 0.001  # or so many seconds
 SOON = 1  # milliseconds between looks at what is made ready, where there is nothing else to do
 IDLE = 5000  # milliseconds between looks at what an idle process may tidy up
 STDIN = 0  # number of the file
@@ -146,6 +147,7 @@ class Worker:
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="weft-grammar")
         self._record: StepRecord | None = None
         self._failures = 0
+        self._taken = 0  # streams that were taken in or turned away
 
     def run(self) -> None:
         """Until too many steps have failed; the end of the API process ends this one from outside."""
@@ -163,15 +165,16 @@ class Worker:
     def _receive(self, patience: int) -> None:
         """Takes in messages that have come; waits for the first up to `patience` milliseconds.
 
-        A burst is taken in over several steps, so that no stream waits long for others to be opened.
+        A burst is taken in over several steps, so that no stream waits long for others to be opened; the longer the
+        steps, the more of it beside each, so that what comes behind a burst is not read much later.
         """
-        began = None
+        began, most = None, max(LEAST_INTAKE, INTAKE_SHARE * self.loop.last_seconds)
         while self.socket.poll(patience):
             self._obey(decode_for_engine(self.socket.recv()))
             patience = 0
             now = self.loop.clock()
             began = now if began is None else began
-            if now - began > MOST_INTAKE and self.loop.has_work:
+            if now - began > most and self.loop.has_work:
                 return
 
     def _obey(self, message: ToEngine) -> None:
@@ -182,6 +185,7 @@ class Worker:
                 gone = [job for job in self._opening if job.key in keys]  # all n of it: none has begun
                 for job in gone:
                     self._opening.pop(job).cancel()
+                    self._taken += job.params.n
                 for key in keys:
                     if (stream := self._streams.pop(key, None)) is not None:
                         del self._keys[stream]
@@ -206,6 +210,7 @@ class Worker:
             self._add(job, work)
 
     def _add(self, job: Submit, opened: Callable[[], list[Stream]]) -> None:
+        self._taken += job.params.n
         taken: list[Stream] = []
         try:
             for stream in opened():
@@ -283,7 +288,8 @@ class Worker:
     def _idle(self) -> EngineStep:
         """Nothing runs any more: the books as they are now, without a step."""
         now, scheduler = self.loop.clock(), self.loop.scheduler
-        return EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, scheduler.num_waiting, 0, scheduler.pool.num_free)
+        waiting, free = scheduler.num_waiting, scheduler.pool.num_free
+        return EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, waiting, 0, free, taken=self._taken)
 
     def _note(self, record: StepRecord) -> None:
         self._record = record
@@ -294,7 +300,7 @@ class Worker:
         record, self._record = self._record, None
         if record is None:
             return None
-        return EngineStep.of(record, self.loop.scheduler.queued_tokens)
+        return EngineStep.of(record, self.loop.scheduler.queued_tokens, self._taken)
 
 
 def _begin(key: int, stream: Stream) -> Begin:
