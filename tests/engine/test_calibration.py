@@ -25,7 +25,7 @@ from weft.engine.calibration import (
     save_calibration,
 )
 from weft.engine.executor import StepInputs, StepMasks, StepResult
-from weft.engine.rehearsal import ACTS, FULL
+from weft.engine.rehearsal import ACTS, BURSTS, FULL
 
 SLOW = Coefficients(fixed=2e-3, weights=3e-3, token=2e-4, pair=3e-8, slice=2e-4, decode=5e-5, context=1e-6)
 FAST = Coefficients(fixed=2e-3, weights=6e-3, token=2e-5, pair=8e-10, slice=2e-5, decode=1e-5, context=3e-8)
@@ -185,7 +185,7 @@ class PreparedAhead:
 def test_where_steps_are_prepared_ahead_the_host_costs_nothing() -> None:
     device = PreparedAhead(Device(FAST, LIMITS, noise=0.01))
     found = calibrate(device, **LIMITS, device="", ahead=True)
-    assert device.waits == 1 + len(ACTS) + len(FULL), (
+    assert device.waits == 1 + len(ACTS) + len(FULL) + len(BURSTS), (
         "but for the beginnings, the device is to be as busy as it is in service"
     )
     assert device.in_flight == 0

@@ -55,7 +55,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         type=float,
         default=5.0,
         metavar="S",
-        help="time to measure single steps for, and as long again for a rehearsal of service, on a GPU 1.6 times as "
+        help="time to measure single steps for, and as long again for a rehearsal of service, on a GPU 2.4 times as "
         "long (default: 5)",
     )
     parser.add_argument("--shape", metavar="S", help=f"{SHAPE_HELP}, instead of MODEL, with random weights")

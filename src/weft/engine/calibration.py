@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,7 +33,7 @@ from weft.core.host import WAKING
 from weft.core.residuals import Residuals, RunStep, fit_residuals, fit_sizes
 from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, StepResult
 from weft.engine.params import SamplingParams
-from weft.engine.rehearsal import rehearse
+from weft.engine.rehearsal import ACTS, BURSTS, FULL, LONE, rehearse
 from weft.errors import EngineError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ LADDER_SLICE = 16  # tokens of a slice behind a growing context
 FEWEST = 8  # rehearsed steps of a kind, without which all kinds count for it
 REHEARSAL = 1.0  # of the measuring time, added to it: steps as in service
 FULL_REHEARSAL = 1.6  # the same where very full steps are rehearsed too
+BURST_REHEARSAL = 0.8  # the same of bursts
 PAUSES = 5  # steps after an idle time, and as many without one
 PAUSE = 0.1  # seconds
 NO_COST = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -122,7 +124,7 @@ def calibrate(
     seconds: float = 5.0,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Calibration:
-    """Measures single steps for about `seconds`, after a warm-up, and rehearses service for as long (1.6 times as long
+    """Measures single steps for about `seconds`, after a warm-up, and rehearses service for as long (2.4 times as long
     where steps are prepared ahead). The executor must
     be idle, and its KV cache hold nothing of worth.
 
@@ -146,7 +148,8 @@ def calibrate(
     survey.repeat()
     wake = 0.0 if ahead else survey.wake()  # what prepares steps ahead is a GPU: its clock is not the host's
     survey.rig.finish()
-    served = rehearse(
+    perform = partial(
+        rehearse,
         executor,
         max_num_seqs=min(max_num_seqs, bounds.rows),
         num_blocks=num_blocks,
@@ -156,13 +159,16 @@ def calibrate(
         vocab_size=vocab_size,
         wave=wave,
         speed=survey.prefill_speed(),
-        seconds=(FULL_REHEARSAL if ahead else REHEARSAL) * seconds,
-        with_lone=not ahead,  # a GPU that is hardly used runs faster than one at its power limit
-        with_full=ahead,
     )
+    if not ahead:
+        return survey.conclude(device, perform(acts=(LONE, *ACTS), seconds=REHEARSAL * seconds), wake)
+    # No lone stream: a GPU that is hardly used runs faster than one at its power limit, and the scheduler must count
+    # with the latter. Residuals are of bursts too, in which the clock rises and falls. A CPU has no such residuals:
+    # other work disturbs its steps more.
+    served = perform(acts=(*ACTS, *FULL), seconds=FULL_REHEARSAL * seconds)
     found = survey.conclude(device, served, wake)
-    # On a CPU, whose other work disturbs steps more than their size, there is nothing to be seen of this.
-    return replace(found, residuals=fit_residuals(found.coefficients, served)) if ahead else found
+    bursts = perform(acts=BURSTS, seconds=BURST_REHEARSAL * seconds)
+    return replace(found, residuals=fit_residuals(found.coefficients, [*served, *bursts]))
 
 
 def calibration_file(

@@ -2,10 +2,12 @@
 
 Steps in service take another time than the same steps of a survey, which are run one by one. On a CPU the next step is
 planned meanwhile, on the same cores (15 to 25% longer on two of them); but a lone stream's steps are alike, so that all
-they read is in the processor's caches (up to 20% shorter). A GPU reaches its power limit.
+they read is in the processor's caches (up to 20% shorter). A GPU reaches its power limit; where prompts come in bursts,
+it cools down between them and is faster at the beginning of each.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +33,7 @@ class Act(NamedTuple):
     tokens: int  # a step
     prompt: int  # tokens, in the median; less on a slow device, such that all streams are soon under way
     output: int = 120  # tokens at most
+    low: int | None = None  # new requests come in bursts: when only so many are left; None: as each one ends
 
 
 LONE = Act(1, 512, 200, output=24)
@@ -45,6 +48,9 @@ ACTS = (
 FULL = tuple(  # steps of more tokens, as `chunked` makes them, of several sizes
     Act(streams, tokens, 600) for streams, tokens in ((16, 2048), (32, 1152), (48, 1664), (64, 1408), (96, 1920))
 )
+BURSTS = tuple(  # some hundred milliseconds of decodes, then as many of prompts
+    Act(streams, tokens, 600, output=60, low=streams // 3) for streams, tokens in ((16, 2048), (24, 768), (48, 2048))
+)
 
 
 def rehearse(
@@ -58,16 +64,13 @@ def rehearse(
     vocab_size: int,
     wave: int,
     speed: float,
+    acts: Sequence[Act],
     seconds: float,
-    with_lone: bool,
-    with_full: bool,
 ) -> list[RunStep]:
-    """Steps of about `seconds` of service. The executor must be idle, and is afterwards. `speed` says about how many
-    tokens of prompts it reads in a second; `with_lone` says whether a lone stream is rehearsed too, and `with_full`
-    whether steps of very many tokens are."""
+    """Steps of about `seconds` of service, shared by the acts. The executor must be idle, and is afterwards. `speed`
+    says about how many tokens of prompts it reads in a second."""
     random = np.random.default_rng(2)
     found: list[RunStep] = []
-    acts = [*([LONE] if with_lone else []), *ACTS, *(FULL if with_full else ())]
     tokens = speed * STARTING * seconds / len(acts) / np.exp(PROMPT_SPREAD**2 / 2)  # of all first prompts
     acts = [act._replace(prompt=min(act.prompt, int(tokens / act.streams))) for act in acts]
     acts = [act for act in acts if act.streams <= max_num_seqs and act.prompt >= SHORTEST]
@@ -85,7 +88,8 @@ def rehearse(
         loop = Loop(scheduler, executor, on_record=records.append)
         opened = 0
         while not records or records[-1].finished - records[0].started < seconds / len(acts):
-            while len(loop.streams) < act.streams:
+            is_low = act.low is None or len(loop.streams) <= act.low
+            while is_low and len(loop.streams) < act.streams:
                 loop.add(_stream(opened, act, max_model_len, vocab_size, random))
                 opened += 1
             loop.step()
