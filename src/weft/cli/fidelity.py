@@ -17,7 +17,7 @@ from weft import __version__
 from weft.bench.others import Others
 from weft.bench.shapes import shape_directory
 from weft.cli.estimate import SERVER_START, in_words, tell_estimate
-from weft.cli.load import api_key, check_folders, new_words, on_fast_loop, write_json
+from weft.cli.load import api_key, check_folders, new_words, write_json
 from weft.cli.options import add_engine_arguments, engine_options, serve_arguments
 from weft.cli.shapes import SHAPE_HELP
 from weft.engine.options import POLICIES, EngineOptions
@@ -191,6 +191,7 @@ def _subject(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
         with _embedded(arguments, policy) as found:
             yield found
         return
+    from weft.load.fast_loop import on_fast_loop
     from weft.load.replay import replay, server_info
     from weft.load.variants import Variant, running
 

@@ -18,7 +18,7 @@ from weft import __version__
 from weft.errors import EngineError, OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Sequence
 
     from weft.load.ask import Ask
     from weft.load.client import Client
@@ -171,20 +171,12 @@ def measured(arguments: argparse.Namespace, url: str, words: int) -> dict[str, A
 
     The arguments are settled. Other `words` say the same otherwise.
     """
+    from weft.load.fast_loop import on_fast_loop
     from weft.load.figures import Goals
 
     goals = Goals.parse(arguments.goodput) if arguments.goodput else None
     client, run = on_fast_loop(_measure(arguments, url, words))
     return {**_figures(run, arguments, url, client, goals), "requests": _detailed(run)}
-
-
-def on_fast_loop(measuring: "Coroutine[Any, Any, R]") -> R:
-    """On the fastest event loop that there is."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(measuring)
-    return uvloop.run(measuring)
 
 
 def api_key(arguments: argparse.Namespace) -> str | None:

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -60,6 +60,19 @@ class Reply:
         return not self.error and bool(self.times)
 
 
+class ClientSettings(NamedTuple):
+    """All that a client in another process needs to send the same requests."""
+
+    base: str
+    model: str
+    endpoint: str
+    key: str | None
+    temperature: float
+    timeout: float
+    always: dict[str, Any]
+    extras: dict[str, Any]
+
+
 class Client:
     """A server, a model, and the form of requests that they understand. Use it as a context."""
 
@@ -80,11 +93,28 @@ class Client:
         self.model = model or ""
         self.endpoint = endpoint
         self.temperature = temperature
+        self._key = key
         self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=30)
         self._extras = EXTRAS[0]
         self._always = always or {}  # fields of every request
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def settings(self) -> ClientSettings:
+        """After `meet`: with the model and the fields that the server understands."""
+        timeout = self._timeout.total or math.inf
+        return ClientSettings(
+            self.base, self.model, self.endpoint, self._key, self.temperature, timeout, self._always, self._extras
+        )
+
+    @classmethod
+    def of(cls, settings: ClientSettings) -> "Client":
+        """A client like the one whose settings these are; it need not `meet` the server."""
+        base, model, endpoint, key, temperature, timeout, always, extras = settings
+        client = cls(base, model, endpoint=endpoint, key=key, temperature=temperature, timeout=timeout, always=always)
+        client._extras = extras
+        return client
 
     async def __aenter__(self) -> "Client":
         connector = aiohttp.TCPConnector(limit=0)  # whoever is to be sent now is sent now

@@ -58,6 +58,7 @@ async def drive(
     retry_for: float = 0.0,
     run: Run | None = None,
     progress: Callable[[], None] = lambda: None,
+    start: float | None = None,
 ) -> Run:
     """All answers. `duration` bounds the time in which requests are sent; those under way are waited for.
 
@@ -69,12 +70,13 @@ async def drive(
     from when it was first due, and within the `duration`. The last attempt is its reply: all times are that attempt's,
     as each is a request of its own to the server. Its place among `concurrency` is kept meanwhile.
 
-    Cancelled, it leaves what is known in `run`.
+    `start` is when the run starts on the client's clock, where it is not now. Cancelled, it leaves what is known in
+    `run`.
     """
     run = Run() if run is None else run
     run.planned = len(asks) if open_loop or duration == math.inf else None
     clock = client.clock
-    start = clock()
+    start = clock() if start is None else start
     tasks: set[asyncio.Task[None]] = set()
     places = _Places(min(concurrency, len(asks)), lambda: clock() - start) if concurrency is not None else None
     begun = 0  # how many have had their turn: they are sent, or wait for a place

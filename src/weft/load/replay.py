@@ -1,6 +1,5 @@
 """Replay: a trace sent to a weft server as token ids, and what its users saw, in the simulator's terms."""
 
-import asyncio
 import gc
 import math
 from collections import Counter
@@ -15,9 +14,10 @@ from numpy.typing import NDArray
 from weft.errors import EngineError
 from weft.load.ask import Ask
 from weft.load.client import REFUSED, Client, Reply
-from weft.load.drive import Run, drive
+from weft.load.drive import Run
 from weft.load.figures import gaps, lag
 from weft.load.live import live_view
+from weft.load.processes import ClientProcesses, client_processes
 from weft.sim.fidelity import Served
 from weft.sim.simulator import Played
 from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
@@ -76,12 +76,13 @@ async def replay(
                 raise EngineError(f"{url} fails at a request that was to warm it up: {reply.error}")
         if not client.asks_to_ignore_eos:
             raise EngineError(f"{url} refuses ignore_eos, so answers would not have the trace's lengths")
-        overhead = await _overhead(client, vocab_size, words)
-        token = await _token(client, vocab_size, words)
-        run = Run()
-        async with live_view(run, show):
-            with _without_collections():
-                await drive(client, asks, run=run)
+        async with ClientProcesses(client, client_processes()) as clients:
+            overhead = await _overhead(client, vocab_size, words)
+            token = await _token(clients, vocab_size, words)
+            run = Run()
+            async with live_view(run, show):
+                with _without_collections():
+                    await clients.drive(asks, run)
     return replace(served_of(trace, run.replies), request=overhead, token=token)
 
 
@@ -97,14 +98,14 @@ async def _overhead(client: Client, vocab_size: int, words: int) -> float:
     return max(0.0, float(np.median(found))) if found else 0.0
 
 
-async def _token(client: Client, vocab_size: int, words: int) -> float | None:
+async def _token(clients: ClientProcesses, vocab_size: int, words: int) -> float | None:
     """Seconds between two tokens of one step at their clients: the server hands them out one by one, and the client
     takes them in one by one. None where steps cannot be told apart."""
     prompts = [tuple(_drawn([words, 3, number], 16, vocab_size).tolist()) for number in range(STREAMS)]
     asks = [Ask(0.0, "", len(ids), STREAM_TOKENS, ids) for ids in prompts]
-    start = client.clock()
-    replies = await asyncio.gather(*(client.send(ask, number, start, 0.0) for number, ask in enumerate(asks)))
-    return between_tokens([reply.times for reply in replies if reply.is_complete])
+    run = Run()
+    await clients.drive(asks, run)
+    return between_tokens([reply.times for reply in run.replies if reply.is_complete])
 
 
 def between_tokens(times: Sequence[Sequence[float]]) -> float | None:
