@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -536,6 +537,29 @@ def test_a_request_that_waits_has_no_matcher(tmp_path: Path, monkeypatch: pytest
     assert len(made) == 1, "the first takes the one that the mask was made with"
     many[1].mask(1)
     assert len(made) == 2
+
+
+def test_a_mask_does_not_wait_for_the_matchers_of_other_streams(
+    tmp_path: Path, masks: MaskBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight streams had four threads between them: while as many large matchers were made, no stream got a mask."""
+    grammars = Grammars(write_letters(tmp_path, (0, 9)), 64, (0, 9))
+    running = stream_of(grammars, StructuredOutputs(regex="(ab)+"))
+    masks.open(running)
+    assert behind(masks, running, allowed(masks, running)[0]) == [2]
+    newcomers = [stream_of(grammars, StructuredOutputs(regex=f"a{{{length}}}")) for length in range(2, 10)]
+    go_on, build = threading.Event(), structured._matcher
+
+    def slow(text: str, tokenizer: LLTokenizer) -> LLMatcher:
+        assert go_on.wait(60), "the test never let it go on"
+        return build(text, tokenizer)
+
+    monkeypatch.setattr(structured, "_matcher", slow)
+    for stream in newcomers:
+        masks.open(stream)
+    assert behind(masks, running, 2) == [0, 1, 9]
+    go_on.set()
+    assert all(allowed(masks, stream) == [1] for stream in newcomers[:1])
 
 
 def test_what_one_request_uses_up_is_not_missing_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

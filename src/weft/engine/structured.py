@@ -113,6 +113,10 @@ class Form:
         except (RuntimeError, MemoryError) as error:  # no thread, or no memory
             raise NoMatcherError(f"no matcher could be made: {error}") from error
 
+    @property
+    def has_first_mask(self) -> bool:
+        return self._first is not None
+
     def first_mask(self) -> Mask:
         """Of the first token: the same for all requests, so that those that wait need no matcher."""
         with self._lock:
@@ -141,6 +145,10 @@ class Grammar:
             if self._matcher is None:
                 self._matcher = self.form.matcher()
             return self._matcher
+
+    def is_ready(self, token: int | None) -> bool:
+        """Whether the mask behind this token (None: the first mask) can be computed without making a matcher."""
+        return self.form.has_first_mask if token is None else self._matcher is not None
 
     def mask(self, token: int | None) -> Mask:
         """The tokens that are allowed behind this one, the last of the output; None: behind none."""
