@@ -4,8 +4,9 @@
 
 Both are started in turn with the small model that ships with weft. Clients in another process send simultaneous chats,
 long prompts, and many requests a few at a time. For each kind of traffic it prints how many requests were refused and
-the 99th percentile of the time to the first token, default over chunked. After the last burst a short prompt is sent at
-2, 6 and 10 s, to see how far its predicted time is from the truth. `--busy N` runs N endless loops beside it.
+the 99th percentile of the time to the first token, default over chunked. Then a burst of 64 requests is sent. 2, 6 and
+10 s after it, short prompts are sent one by one. It prints their predicted time to the first token over the true one:
+median, smallest and largest. `--busy N` runs N endless loops beside it.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import aiohttp
 import numpy as np
 
 ROUNDS = 3  # of each kind of traffic
+PROBES = 7  # short prompts at each moment after the burst: a single one says little on a busy machine
 
 
 class Traffic(NamedTuple):
@@ -103,9 +105,11 @@ def measure(*options: str) -> dict[str, Seen]:
         ended = time.monotonic()
         for wait in (2, 6, 10):
             time.sleep(max(0.0, ended + wait - time.monotonic()))
-            lone = asyncio.run(play(url, Traffic("lone", 1, 1, 30, 2), 20 + wait))
-            if lone.predicted[0] == lone.predicted[0]:
-                print(f"  {wait} s after it: predicted / true time {lone.predicted[0] / lone.ttfts[0]:.2f}", flush=True)
+            lone = asyncio.run(play(url, Traffic("lone", PROBES, 1, 30, 2), 20 + wait))
+            ratios = np.array(lone.predicted) / np.array(lone.ttfts)
+            if not np.isnan(ratios).any():
+                told = f"{np.median(ratios):.2f} ({ratios.min():.2f} to {ratios.max():.2f})"
+                print(f"  {wait} s after it: predicted / true time {told}", flush=True)
         return seen
     finally:
         process.terminate()
