@@ -1,11 +1,11 @@
-"""Many clients in a closed loop: each sends its next request as soon as it has the answer before.
+"""Many clients in a closed loop: each sends its next request as soon as it has its previous answer.
 
     python scripts/closed_loop.py --url URL [--clients 256] [--requests 768] [--gap-ms 50 --ttft-ms 20000] [--schema]
 
-The clients are divided among several processes, so that the client is never what a token waits for. Prompts are random
-token ids. A refused client waits for its Retry-After and asks again. Prints one JSON object: output tokens/s in all and
-of requests that kept their promise (first token and 99% of the gaps in time), and percentiles of gaps and first tokens.
-With --schema the first client asks for JSON, and the gaps of its stream are told apart from those of the others.
+The clients are divided among several processes, so that no token waits for the client side. Prompts are random token
+ids. A refused client waits for its Retry-After and asks again. Prints one JSON object: output tokens/s of all requests,
+output tokens/s of requests that kept their promise (first token and 99% of the gaps in time), and percentiles of gaps
+and first tokens. With --schema the first client asks for JSON, and the gaps of its stream are reported separately.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 400}  # lon
 
 
 async def play(number: int, arguments: argparse.Namespace, clients: int, requests: int, start: float) -> list[Reply]:
-    """One process's share of the clients. Times of the replies count from `start`, on the clock of all processes."""
+    """Runs one process's share of the clients. Reply times count from `start`, on the clock of all processes."""
     draw = np.random.default_rng([arguments.seed, number])
     prompts = draw.integers(10, arguments.vocab, (requests, arguments.input_len)).tolist()
     asks = [Ask(0.0, "", arguments.input_len, arguments.output_len, tuple(ids)) for ids in prompts]

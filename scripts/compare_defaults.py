@@ -1,4 +1,4 @@
-"""What a new user meets: a server with default options beside one with `--policy chunked`, on this machine.
+"""Compares a server with default options, as a new user runs it, with one with `--policy chunked`, on this machine.
 
     python scripts/compare_defaults.py [--busy N]
 
@@ -6,7 +6,7 @@ Both are started in turn with the small model that ships with weft. Clients in a
 long prompts, and many requests a few at a time. For each kind of traffic it prints how many requests were refused and
 the 99th percentile of the time to the first token, default over chunked. Then a burst of 64 requests is sent. 2, 6 and
 10 s after it, short prompts are sent one by one. It prints their predicted time to the first token over the true one:
-median, smallest and largest. `--busy N` runs N endless loops beside it.
+median, smallest and largest. `--busy N` runs N endless loops at the same time.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import numpy as np
 
-ROUNDS = 3  # of each kind of traffic
+ROUNDS = 3  # rounds of each kind of traffic
 PROBES = 7  # short prompts at each moment after the burst: a single one says little on a busy machine
 
 
@@ -48,11 +48,11 @@ TRAFFIC = (
 class Seen(NamedTuple):
     ttfts: list[float]
     refused: int
-    predicted: list[float]  # seconds, as the server said
+    predicted: list[float]  # seconds, as the server predicted
 
 
 async def send(session: aiohttp.ClientSession, url: str, traffic: Traffic, seed: int) -> tuple[float | None, float]:
-    """Seconds to the first token, None where it was refused; and what was predicted."""
+    """Seconds to the first token (None if the request was refused), and the predicted seconds."""
     random = np.random.default_rng(seed)
     body: dict[str, Any] = {
         "prompt": random.integers(10, 4000, traffic.prompt_tokens).tolist(),

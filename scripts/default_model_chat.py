@@ -1,7 +1,7 @@
-"""The chat half of the default model's training text: dialogs written here, stories asked for, orders for coffee.
+"""The chat half of the default model's training text: dialogs written here, stories on request, coffee orders.
 
-Everything is drawn at random from a `random.Random` that is handed in, so one seed gives one data set. A dialog is a
-list of (role, content) pairs; `conversation` strings a few dialogs together, the way people change the subject.
+Everything is drawn at random from a `random.Random` argument, so one seed gives one data set. A dialog is a list of
+(role, content) pairs. `conversation` joins a few dialogs, as people change the subject.
 """
 
 import random
@@ -67,7 +67,7 @@ SYSTEM_PROMPTS = (
     "Today is a good day to be kind.",
 )
 
-# Each group: what a user may say, what may be answered. `{...}` slots are filled from SLOTS.
+# Each group: what a user may say, and possible answers. `{...}` slots are filled from SLOTS.
 WRITTEN: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (
         (
@@ -448,7 +448,7 @@ ASK_MORE = (
 
 
 def conversation(rng: random.Random, coffee: Sequence[Dialog], shelf: Sequence[Book]) -> Dialog:
-    """One to five dialogs in a row, now and then under a system prompt; half of them are coffee orders."""
+    """One to five dialogs in a row, sometimes with a system prompt. Half of the dialogs are coffee orders."""
     messages: Dialog = []
     if rng.random() < 0.15:
         messages.append(("system", rng.choice(SYSTEM_PROMPTS)))
@@ -464,14 +464,14 @@ def conversation(rng: random.Random, coffee: Sequence[Dialog], shelf: Sequence[B
 
 
 def written_dialog(rng: random.Random) -> Dialog:
-    """One question and answer out of WRITTEN, sometimes typed carelessly; broad groups come up more often."""
+    """One question and answer from WRITTEN, sometimes typed carelessly. Groups with more questions come more often."""
     questions, answers = rng.choices(WRITTEN, [len(questions) ** 0.5 for questions, _ in WRITTEN])[0]
     question = re.sub(r"\{(\w+)\}", lambda slot: rng.choice(SLOTS[slot[1]].split("|")), rng.choice(questions))
     return [("user", _typed(rng, question)), ("assistant", rng.choice(answers))]
 
 
 def story_dialog(rng: random.Random, shelf: Sequence[Book]) -> Dialog:
-    """Somebody asks for a story, perhaps about something or with a beginning given, and perhaps for more of it."""
+    """A user asks for a story, perhaps about something or with a given beginning, and perhaps for more of it."""
     kind = rng.random()
     book, first = _opening(rng, shelf)
     told, after = _passage(book, first, rng.randint(200, 700))
@@ -491,7 +491,7 @@ def story_dialog(rng: random.Random, shelf: Sequence[Book]) -> Dialog:
 
 
 def _opening(rng: random.Random, shelf: Sequence[Book]) -> tuple[Book, int]:
-    """A paragraph that narrates (not the middle of somebody's speech) and is long enough to begin with."""
+    """A paragraph that narrates (not the middle of a speech) and is long enough to begin with."""
     while True:
         book = rng.choice(shelf)
         first = rng.randrange(len(book))
@@ -500,7 +500,7 @@ def _opening(rng: random.Random, shelf: Sequence[Book]) -> tuple[Book, int]:
 
 
 def _passage(book: Book, first: int, characters: int) -> tuple[str, int]:
-    """Whole paragraphs from `first` on, about so many characters but always one; and the paragraph that follows."""
+    """Whole paragraphs from `first` on, about `characters` long but at least one; and the index of the next one."""
     last = first
     length = 0
     while last < len(book) and (last == first or length + len(book[last]) <= characters):
@@ -510,7 +510,7 @@ def _passage(book: Book, first: int, characters: int) -> tuple[str, int]:
 
 
 def _subject(rng: random.Random, text: str) -> str | None:
-    """What the passage is about: a topic word or somebody's name, if it has one of either."""
+    """The subject of the passage: a topic word or the name of a person; None if it has neither."""
     lowered = text.lower()
     topics = [
         topic
@@ -524,7 +524,7 @@ def _subject(rng: random.Random, text: str) -> str | None:
 
 
 def _typed(rng: random.Random, text: str) -> str:
-    """People do not always bother with capitals and full stops."""
+    """The text as people type it: sometimes without capitals, sometimes without the final punctuation."""
     if rng.random() < 0.2:
         text = text.lower()
     if rng.random() < 0.15:

@@ -1,9 +1,9 @@
-"""Draws the README's first picture: promises kept on one H200 over HTTP, weft beside vLLM.
+"""Draws the README's first picture: promises kept on one H200 over HTTP, weft next to vLLM.
 
     python scripts/draw_promises.py X3.json X4.5.json docs/promises.svg
 
-The first two are what `weft bench fidelity --json` wrote for the Azure slices at 3 and 4.5 times their rate. vLLM's
-figures were measured from outside, on a card of the same kind, by an independent client.
+The first two files are the output of `weft bench fidelity --json` for the Azure slices at 3 and 4.5 times their rate.
+The figures of vLLM were measured from outside by an independent client, on a card of the same kind.
 """
 
 import json
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _kept(run: dict) -> float:
-    """Of all served runs under slo."""
+    """Share of promises kept: the mean over all served runs under policy slo."""
     (slo,) = [policy for policy in run["policies"] if policy["policy"] == "slo"]
     return mean(served["kept"] for served in slo["runs"])
 

@@ -1,12 +1,12 @@
-"""Minutes of mixed traffic against a server with default options, and what became of it.
+"""Sends minutes of mixed traffic to a server with default options, and reports the results.
 
     python scripts/mixed_traffic.py [--minutes 10] [--clients 6]
 
 Starts `weft serve` with the small model that ships with weft. Clients send requests of ten kinds, drawn at random:
 chats and completions, streamed and whole, long prompts, schemas, several choices, flex requests, responses,
-tokenizations, wrong requests, and streams whose client leaves. Prints how many requests each status was the answer to,
-by kind, the memory of both processes every minute, and how long the server takes to end after SIGTERM. Fails where a
-request that is right is refused or fails, or where the server does not end by itself.
+tokenizations, wrong requests, and streams that their client leaves. Prints the number of requests by kind and status,
+the memory of both processes every minute, and how long the server takes to end after SIGTERM. Fails if a valid request
+is refused or fails, or if the server does not end by itself.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def main() -> int:
     assert process.stdout is not None
     try:
         url = next(found[0].decode() for line in process.stdout if (found := re.search(rb"http://[0-9.]+:\d+", line)))
-        threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()  # a full pipe would stop it
+        threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()  # a full pipe would block it
         found = asyncio.run(play(url, arguments.minutes, arguments.clients))
         process.send_signal(signal.SIGTERM)
         began = time.monotonic()

@@ -1,10 +1,10 @@
-"""How much of a GPU's time decode steps keep it busy, from torch's profiler; and where it is not.
+"""Measures with torch's profiler how busy decode steps keep a GPU, and where it is idle.
 
     PYTHONPATH=src python scripts/profile_decode.py [--shape S] [--batch N] [--steps N]
 
-The steps run with torch's sync-debug mode set to raise, so that nothing in them waits for the device but by an event.
-Busy is the time in which at least one kernel or copy runs, of the time from the first to the last; a gap between two
-kernels counts as idle. Kernels that overlap are counted once.
+The steps run with torch's sync-debug mode set to raise, so that nothing in them waits for the device except by an
+event. Busy is the time in which at least one kernel or copy runs, as a share of the time from the first to the last. A
+gap between two kernels counts as idle. Kernels that overlap are counted once.
 """
 
 import argparse
@@ -32,12 +32,12 @@ class Busy(NamedTuple):
     span: float
     busy: float
     gaps: int
-    between: list[float]  # of the idle time, what lies before the kernel that begins a step, for each of them
-    slowest: list[tuple[str, float]]  # kernels by the time they took together
+    between: list[float]  # idle time before the kernel that begins a step, for each step
+    slowest: list[tuple[str, float]]  # kernels by total time
 
 
 def decode(engine: Engine, batch: int, steps: int) -> list[dict[str, Any]]:
-    """What the device did in so many steps of `batch` decodes alone."""
+    """What the device did in `steps` steps that carry only `batch` decodes."""
     streams = open_decodes(engine, batch)
     while min(len(stream.output) for stream in streams) < SETTLE:
         engine.loop.step()

@@ -1,4 +1,4 @@
-"""A server that answers every completion with one token at once: what `weft bench serve` itself can send.
+"""A server that answers every completion at once with one token. It shows how fast `weft bench serve` can send.
 
     python scripts/stub_server.py --port 8100 &
     weft bench serve --url http://127.0.0.1:8100 --request-rate 2000 --num-prompts 20000 --input-len 16 --output-len 1

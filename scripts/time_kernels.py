@@ -1,9 +1,9 @@
-"""Times every Triton kernel on a GPU, and tunes those that have a choice; `pytest tests/kernels` checks them.
+"""Times every Triton kernel on a GPU, and tunes kernels with several configurations; `pytest tests/kernels` tests them.
 
     PYTHONPATH=src python scripts/time_kernels.py [--quick] [--only PART ...]
 
-Parts: chain (the time of a layer of a decode step, its kernels overlapping and not), matvec64 (17 to 64 rows), fused,
-decode, draw, matvec. What matvec, matvec64 and chain print is to be copied to weft/kernels/matvec.py.
+Parts: chain (the time of a layer of a decode step, with kernels that overlap and that do not), matvec64 (17 to 64
+rows), fused, decode, draw, matvec. Copy what matvec, matvec64 and chain print to weft/kernels/matvec.py.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from weft.kernels import decode, draw, fused, matvec, ops, shares
 
 @contextlib.contextmanager
 def changed(module: object, name: str, value: object) -> Iterator[None]:
-    """A constant that has another value for a while."""
+    """Gives a constant of a module another value for a while."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -36,7 +36,7 @@ def changed(module: object, name: str, value: object) -> Iterator[None]:
 
 
 def _shares(device: torch.device, positions: Sequence[int], wanted: int) -> Tensor:
-    """Of rows whose slots are their numbers."""
+    """Shares of rows at these positions. The slot of a row is its number."""
     found = shares.divide(np.arange(len(positions)), np.array(positions), None, wanted)
     return torch.from_numpy(np.stack(found)).int().to(device)
 
@@ -67,7 +67,7 @@ class Layer(NamedTuple):
 
 
 class Chain:
-    """Layers of a decode step, from buffers that are always the same; the cache begins as that of any other chain."""
+    """Layers of a decode step, on fixed buffers. Every chain begins with a copy of the same cache."""
 
     def __init__(self, device: torch.device, rows: int, layers: Sequence[Layer], table: Tensor) -> None:
         self.layers = [layer._replace(k_cache=layer.k_cache.clone(), v_cache=layer.v_cache.clone()) for layer in layers]
@@ -81,7 +81,7 @@ class Chain:
         self.workspace = decode.Workspace.of(rows, HEADS, KV_HEADS, DIM, wanted, device)
 
     def run(self) -> Tensor:
-        x, residual = self.x * 1, None  # a kernel, as an embedding is, where a copy would be none
+        x, residual = self.x * 1, None  # a kernel, as an embedding is; a copy would be none
         for layer in self.layers:
             x, residual = ops.add_rms_norm(x, residual, layer.norms[0], 1e-6)
             caches = (layer.k_cache, layer.v_cache, self.tables, self.slots, self.positions)
@@ -115,7 +115,7 @@ def make_layers(device: torch.device, count: int, rows: int) -> tuple[list[Layer
 
 
 def time_chain(device: torch.device, quick: bool) -> None:
-    """One layer, on average over twelve, whose weights do not fit into L2 together."""
+    """Time of one layer, on average over twelve. Their weights do not fit into L2 together."""
     count = 12
     for rows in (1, 16, 64):
         layers, table = make_layers(device, count, rows)
@@ -131,7 +131,7 @@ def time_chain(device: torch.device, quick: bool) -> None:
 
 
 def _tune_chain(chain: Chain, rows: int, count: int) -> None:
-    """Each product's configuration in turn, within the chain: what is fastest there need not be so alone."""
+    """Tunes each product in turn within the chain. The fastest configuration there need not be the fastest alone."""
     until = time.perf_counter() + 12
     products = (((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, False), (HIDDEN, HEADS * DIM, False), (INNER, HIDDEN, True))
     for m, k, gated in (*products, (HIDDEN, INNER, False)):
@@ -147,7 +147,7 @@ def _tune_chain(chain: Chain, rows: int, count: int) -> None:
         print("    " + ", ".join(f"{tuple(config)} {span * 1e6:.2f}" for config, span in timed.items()))
         best = min(timed, key=timed.__getitem__, default=before)
         if best != before and timed[best] < 0.99 * timed[before]:
-            matvec.TUNED[key] = best  # the next product is tuned beside it
+            matvec.TUNED[key] = best  # the next product is tuned with it
             print(f"    {key}: {best!r},  # in the chain: {timed[before] * 1e6:.2f} -> {timed[best] * 1e6:.2f} us")
 
 
@@ -166,12 +166,12 @@ SHAPES = {  # name: (outputs, inputs)
     "qwen-0.6b down": (1024, 3072),
     "qwen-0.6b head": (151936, 1024),
 }
-COLD = 256 << 20  # bytes to go through before an input is used again, several times what fits into L2
+COLD = 256 << 20  # bytes to read before an input is used again: several times what fits into L2
 Tuned = dict[tuple[int, int, int, bool], matvec.Config]
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Of one call, on average over a CUDA graph of all of them: the best of five replays."""
+    """Seconds per call, on average over a CUDA graph of all calls: the best of five replays."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -192,13 +192,13 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def repeated(call: Callable[..., object], inputs: Sequence[tuple[object, ...]]) -> float:
-    """Seconds of a call over inputs in turn, at least twenty times."""
+    """Seconds per call, with the inputs in turn and at least twenty calls."""
     times = -(-20 // len(inputs))
     return seconds([functools.partial(call, *each) for each in list(inputs) * times])
 
 
 def copies(make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """So many fresh inputs that each has left the caches when its turn comes again; 100 at most."""
+    """Fresh inputs, so many that each has left the caches before it is used again; at most 100."""
     first = make()
     size = sum(x.numel() * x.element_size() for x in first)
     return [first, *(make() for _ in range(min(99, COLD // max(1, size))))]
@@ -217,7 +217,7 @@ def time_matvec(device: torch.device, quick: bool) -> None:
 
 
 def time_matvec64(device: torch.device, quick: bool) -> None:
-    """17 to 64 rows, the smaller model first. Kernels do not overlap, as torch's do not."""
+    """17 to 64 rows, the smaller model first. Kernels do not overlap, because torch's do not."""
     tuned: Tuned = {}
     faster: list[tuple[int, int, int, bool]] = []
     until = time.perf_counter() + 45
@@ -252,12 +252,12 @@ def _weights(device: torch.device, m: int, k: int) -> tuple[Tensor]:
 def _time_shape(
     name: str, weights: list[Tensor], gated: bool, tuned: Tuned, numbers: Sequence[int] = (1, 4, 16, 2, 8)
 ) -> list[tuple[int, int, int, bool]]:
-    """Fills in `tuned`, and returns the keys of what is clearly faster than torch."""
+    """Fills in `tuned`, and returns the keys for which our kernel is clearly faster than torch."""
     faster = []
     rows_of_weight, k = weights[0].shape
     m = rows_of_weight // (1 + gated)
     ours = matvec.matvec_silu if gated else matvec.matvec
-    for rows in numbers:  # the largest of each bucket is tuned, the others follow
+    for rows in numbers:  # the largest of each bucket comes first and is tuned, the others reuse it
         x = torch.randn(rows, k, device=weights[0].device, dtype=torch.bfloat16)
         inputs = [(x, weight) for weight in weights]
         key = (matvec.bucket(rows), m, k, gated)
@@ -286,7 +286,7 @@ def _plain_silu(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def time_decode(device: torch.device, quick: bool) -> None:
-    """Contexts that are alike, that differ, and one that is much longer than the others."""
+    """Contexts of equal length, of different lengths, and with one much longer than the others."""
     kv_heads, dim, block_size, group = 8, 128, 16, 2
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
     most = 512 * 2048

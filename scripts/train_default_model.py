@@ -81,7 +81,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the training, up to a share of the whole. A step has as many tokens in every phase."""
+    """A phase of the training, up to a share of the whole. A step has the same number of tokens in every phase."""
 
     until: float
     rows: int
@@ -143,8 +143,9 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Data:
-    """Tokens, ready to be sampled from. `openings` are the places in `books` where a paragraph starts; `dialogs` is
-    padded with -1, and `replies` marks what the assistant says in it."""
+    """Tokens to sample from. `openings` are the indices in `books` at which a paragraph starts. `dialogs` is padded
+    with -1, and `replies` marks the assistant's tokens in it.
+    """
 
     books: np.ndarray
     openings: np.ndarray
@@ -225,7 +226,7 @@ def clean(book: str) -> str:
 
 
 def read_dialogs(path: Path) -> list[Dialog]:
-    """The dialogs as (role, content) pairs, in ASCII quotes and ending with the assistant's last word."""
+    """The dialogs as (role, content) pairs, with ASCII quotes, each ending with the assistant's last message."""
     dialogs = []
     with lzma.open(path, "rt", encoding="utf-8") as file:
         for line in file:
@@ -237,7 +238,7 @@ def read_dialogs(path: Path) -> list[Dialog]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE: all 256 bytes are tokens, so every text has an encoding. It adds no token of its own accord."""
+    """Byte-level BPE: all 256 bytes are tokens, so every text has an encoding. Encoding adds no special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -259,13 +260,13 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """In pieces that end at a paragraph break, which no token crosses: fast on many cores, and the same tokens."""
+    """Encodes pieces that end at a paragraph break, which no token crosses: fast on many cores, and the same tokens."""
     pieces = text.replace("\n\n", "\n\n\0").split("\0")
     return np.concatenate([np.array(piece.ids, np.uint16) for piece in tokenizer.encode_batch(pieces)])
 
 
 def render(messages: Dialog) -> str:
-    """What CHAT_TEMPLATE makes of a finished conversation."""
+    """The text that CHAT_TEMPLATE makes of a finished conversation."""
     return "".join(f"<|{role}|>{content.strip()}<|end|>" for role, content in messages)
 
 
@@ -301,7 +302,7 @@ def long_chat_rows(
     paragraph_break: int,
     conversations: list[Dialog],
 ) -> np.ndarray:
-    """Somebody pastes a long piece of a book, has it continued again and again, and chats of other things between."""
+    """A user pastes a long piece of a book, has it continued again and again, and chats of other things in between."""
     books = [book for book in books if len(book) > 3 * LONG_CHAT_LENGTH]
     ask, *more = [tokenizer.encode(text).ids for text in ("Continue this story:\n\n", *ASK_MORE)]
     rows = np.empty((LONG_CHAT_ROWS, LONG_CHAT_LENGTH + 1), np.uint16)
@@ -329,7 +330,7 @@ def long_chat_rows(
 
 
 class Llama(nn.Module):
-    """A Llama whose tensors carry Hugging Face's names, with dropout on what every layer adds."""
+    """A Llama with Hugging Face's tensor names, and dropout on what every layer adds."""
 
     def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
         super().__init__()
@@ -495,7 +496,7 @@ def train(folder: Path, out: Path, total_tokens: float, seconds: float, seed: in
             optimizer.zero_grad()
         steps += 1
         if steps % 20 == 0:
-            loss.item()  # Waits for the device, so that the clock above is the device's too.
+            loss.item()  # Waits for the device, so that the clock above includes the device's time.
         if time.monotonic() - reported > 15:
             reported = time.monotonic()
             speed = tokens / (reported - started)
@@ -522,7 +523,7 @@ def train(folder: Path, out: Path, total_tokens: float, seconds: float, seed: in
 
 
 def cut(stream: Tensor, phase: Phase) -> Iterator[Tensor]:
-    """Rows that cover the stream once an epoch, cut elsewhere in every epoch."""
+    """Rows that cover the stream once per epoch, cut at other places in every epoch."""
     while True:
         offset = int(torch.randint(phase.length, ()))
         starts = torch.arange(offset, len(stream) - phase.length - 1, phase.length)
@@ -531,12 +532,12 @@ def cut(stream: Tensor, phase: Phase) -> Iterator[Tensor]:
 
 
 def rows_at(stream: Tensor, starts: Tensor, length: int) -> Tensor:
-    """So many tokens from each start, and the one that follows them: inputs and targets overlap."""
+    """`length` tokens from each start, and the token after them: inputs and targets overlap."""
     return stream[starts[:, None] + torch.arange(length + 1, device=stream.device)].long()
 
 
 def cycle(rows: Tensor, batch: int) -> Iterator[Tensor]:
-    """Batches of the rows, for ever, in a new order every time round."""
+    """Batches of the rows without end, in a new order every time round."""
     while True:
         for chosen in torch.randperm(len(rows)).to(rows.device).split(batch):
             if len(chosen) == batch:
@@ -554,7 +555,7 @@ def device_name(device: torch.device) -> str:
 
 
 def write_model(model: Llama, folder: Path, out: Path) -> None:
-    """A Hugging Face directory; the model itself is rounded to the bfloat16 that it is written in."""
+    """Writes a Hugging Face directory. Also rounds the model itself to bfloat16, in which it is written."""
     out.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
         for weight in model.parameters():
@@ -616,7 +617,7 @@ def evaluate_directory(directory: Path, data: Data, books: int | None) -> dict[s
 def evaluate(
     model: Llama, data: Data, device: torch.device, dtype: torch.dtype, books: int | None = None
 ) -> dict[str, Any]:
-    """Nats a token. `by_position` scores the same tokens in every range: only the length of what precedes differs."""
+    """Nats per token. `by_position` scores the same tokens in every range: only the length before them differs."""
     chosen = [torch.from_numpy(book.astype(np.int64)).to(device) for book in data.held_out_books[:books]]
     pieces = [piece for book in chosen for piece in book.split(8192)]
     overall = torch.cat([score(model, piece[None], dtype)[0] for piece in pieces]).mean().item()
@@ -648,14 +649,14 @@ def evaluate(
 
 @torch.no_grad()
 def spot_loss(model: Llama, stream: np.ndarray, length: int, device: torch.device, dtype: torch.dtype) -> float:
-    """On 64 windows of so many tokens, spread evenly."""
+    """Loss on 64 windows of `length` tokens, spread evenly."""
     starts = np.linspace(0, len(stream) - length, 64).astype(int)
     windows = torch.stack([torch.from_numpy(stream[start : start + length].astype(np.int64)) for start in starts])
     return torch.cat([score(model, batch.to(device), dtype) for batch in windows.split(8)]).mean().item()
 
 
 def score(model: Llama, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """The loss of every token but the first of each row."""
+    """The loss of every token except the first of each row."""
     model.eval()
     with (
         torch.compiler.set_stance("force_eager"),

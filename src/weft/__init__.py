@@ -1,4 +1,4 @@
-"""weft serves language models so that nobody's stream stutters when somebody else's long prompt arrives."""
+"""weft serves language models. A stream does not stutter when another request's long prompt arrives."""
 
 from weft.engine.params import SamplingParams, StructuredOutputs
 from weft.errors import EngineError, ModelError, OptionError, RequestError, WeftError

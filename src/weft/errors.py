@@ -1,8 +1,8 @@
-"""Errors made for people: one line that names the value, the limit and the way out. The CLI prints them as they are."""
+"""Errors for users: one line with the value, the limit and the way out. The CLI prints them unchanged."""
 
 
 class WeftError(Exception):
-    """Base of everything weft raises on purpose."""
+    """Base class of everything that weft raises on purpose."""
 
 
 class ModelError(WeftError):
@@ -10,11 +10,11 @@ class ModelError(WeftError):
 
 
 class RequestError(WeftError, ValueError):
-    """One request is malformed or cannot ever fit; the engine goes on without it."""
+    """One request is malformed or can never fit. The engine goes on without it."""
 
 
 class PromptError(RequestError):
-    """One prompt of a batch is at fault; `number` says which, counted from 0."""
+    """One prompt of a batch is invalid. `number` is its index, counted from 0."""
 
     def __init__(self, number: int, reason: str) -> None:
         super().__init__(f"prompt {number}: {reason}")
@@ -23,12 +23,12 @@ class PromptError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """Too much waits already; the same request may be welcome later."""
+    """Too much is waiting already. The same request may be accepted later."""
 
 
 class EngineError(WeftError):
-    """The engine could not finish a request through no fault of the request."""
+    """The engine could not finish a request, through no fault of the request."""
 
 
 class OptionError(WeftError, ValueError):
-    """An option of the engine or of the command line has a value that makes no sense."""
+    """An option of the engine or of the command line has an invalid value."""

@@ -1,4 +1,4 @@
-"""Reading the JSON files of a model directory, and how deep JSON may be nested."""
+"""Reads the JSON files of a model directory, and limits how deep JSON may be nested."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Any
 
 from weft.errors import ModelError
 
-MOST_DEPTH = 500  # levels of lists and objects in each other: half of what Python can follow
+MOST_DEPTH = 500  # levels of nested lists and objects: half of what Python can follow
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether JSON data has more than MOST_DEPTH levels. One level is looked at after the other: nothing recurses."""
+    """Whether JSON data has more than MOST_DEPTH levels. Checks one level after the other, without recursion."""
     level = [value] if type(value) in (dict, list) else []
     for _ in range(MOST_DEPTH):
         inner = [item for one in level for item in (one.values() if type(one) is dict else one)]
@@ -21,7 +21,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """A JSON object from a file; {} where an optional one is missing."""
+    """A JSON object from a file; {} if an optional file is missing."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

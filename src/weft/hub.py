@@ -1,4 +1,4 @@
-"""Finding a model: a directory as it is, or a hub id downloaded into Hugging Face's own cache."""
+"""Finds a model: a local directory, or a hub id, which is downloaded into Hugging Face's cache."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from weft.errors import ModelError
 
-# What weft reads of a repository; others hold the same weights two or three times over, in other formats.
+# Files that weft reads. Other files of a repository hold the same weights two or three times over, in other formats.
 NEEDED_FILES = [
     "config.json",
     "generation_config.json",
@@ -24,7 +24,7 @@ NEEDED_FILES = [
 def resolve_model(name: str) -> Path:
     """The directory of a model given by path or by hub id (`org/name`)."""
     path = Path(name).expanduser()
-    if os.path.isdir(path):  # unlike Path.is_dir, false where a parent may not be read
+    if os.path.isdir(path):  # unlike Path.is_dir, false if a parent may not be read
         return path
     if os.path.exists(path):
         raise ModelError(f"{name} is a file; give the model's directory")
@@ -40,6 +40,6 @@ def _download(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=NEEDED_FILES))
-    except (OSError, ValueError) as error:  # what the hub's client raises for names, rights, networks and disks
+    except (OSError, ValueError) as error:  # raised by the hub's client for names, permissions, networks and disks
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{name} is not a directory here, and downloading it from the hub failed: {reason}") from error

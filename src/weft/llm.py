@@ -1,4 +1,4 @@
-"""The embedded API: a model in this process, the same loop and the same text handling as the server's."""
+"""The embedded API: a model in this process, with the same loop and the same text handling as the server."""
 
 import math
 import numbers
@@ -33,17 +33,17 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Where one completion's time went, in seconds."""
+    """Times of one completion, in seconds."""
 
-    queue: float  # from arrival to the first step that carried it
+    queue: float  # from arrival to the first step with this request
     prefill: float  # from there to its first token
     decode: float  # from there to its last
     ttft: float  # queue + prefill
     cached_tokens: int  # of the prompt, found in the prefix cache
     preemptions: int
-    gap_target: float | None  # promised time between tokens, as it took force; None: nothing was promised
-    ttft_target: float | None  # promised time to the first token; None: nothing was promised
-    predicted_ttft: float | None  # as of its arrival, or of its refusal; None: nobody could tell
+    gap_target: float | None  # promised or wished time between tokens, the smaller one; None: neither
+    ttft_target: float | None  # promised time to the first token; None: no promise
+    predicted_ttft: float | None  # predicted at its arrival or its refusal; None: not predicted
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Generation:
-    """What became of one prompt: `n` completions; the shortcuts name the first."""
+    """The result of one prompt: `n` completions. The shortcuts refer to the first one."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -99,21 +99,21 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a stream. While the prompt is read there is no text, only progress."""
+    """A piece of a stream. During prefill it has no text, only progress."""
 
     text: str
     token_ids: list[int]
-    prefilled: int  # tokens of the prompt read so far
+    prefilled: int  # tokens of the prompt that are prefilled so far
     prompt_tokens: int
     finish_reason: str | None = None
     metrics: Metrics | None = None  # with the last piece
 
 
 class LLM:
-    """`LLM(model).generate(prompts)`. With no model, the small one that ships with weft.
+    """`LLM(model).generate(prompts)`. Without a model, loads the small one that ships with weft.
 
-    Options are those of `EngineOptions`. Not for use from several threads at once; any number of `stream` iterators
-    may be open side by side.
+    Options are the fields of `EngineOptions`. Not for use from several threads at once. Any number of `stream`
+    iterators may be open at the same time.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
@@ -140,13 +140,13 @@ class LLM:
         ttft_target_ms: float | None = None,
         cache_salt: str = "",
     ) -> list[Generation]:
-        """Completes every prompt (text or token ids), in the order given. Shows a progress bar unless told not to.
+        """Completes every prompt (text or token ids), in the order given. Shows a progress bar if `progress` is set.
 
-        Without `sampling_params`, the model's own recommendation is taken (`default_params`).
-        A lower `priority` goes first; tenants share by tokens; `batch` fills the slack behind everybody else. Where the
-        LLM was made with targets, a request may have its own; one that could not be kept is refused (finish_reason
-        "refused", with the reason in numbers in `metrics`). Prompts share cached prefixes only with prompts of the same
-        `cache_salt`.
+        Without `sampling_params`, the model's own recommendation is used (`default_params`). A lower `priority` goes
+        first. Tenants share capacity by tokens. `batch` requests use only the capacity that all other requests leave.
+        If the LLM was made with targets, a request may set different ones. A request with a target that could not be
+        kept is refused (finish_reason "refused"; the numbers that explain it are in `metrics`). Prompts share cached
+        prefixes only with prompts of the same `cache_salt`.
         """
         every = _as_batch(prompts)
         params = _as_params(self.default_params if sampling_params is None else sampling_params, len(every))
@@ -172,10 +172,11 @@ class LLM:
         normalize: bool = True,
         progress: bool = True,
     ) -> list[Embedding]:
-        """The embedding of every prompt (text or token ids), in the order given: the hidden state behind the last token
-        (`pooling="last"`), or the mean of all ("mean"). Without `pooling`, as the model's files say; else the last.
+        """The embedding of every prompt (text or token ids), in the order given: the hidden state of the last token
+        (`pooling="last"`), or the mean over all tokens ("mean"). Without `pooling`, as the model's files say; else the
+        last.
 
-        `dimensions` keeps only the first so many numbers. `normalize` makes vectors of length one.
+        `dimensions` keeps only so many leading numbers. `normalize` scales vectors to length one.
         """
         params = pooling_params(pooling_of(self.path) if pooling is None else pooling)
         check_dimensions(dimensions, self.engine.hidden_size)
@@ -183,7 +184,7 @@ class LLM:
         readers: list[_Reader] = []
         for number, prompt in enumerate(every):
             try:
-                readers += self._open(prompt, params, Wishes(batch=True), "")  # nothing is promised, none is refused
+                readers += self._open(prompt, params, Wishes(batch=True), "")  # no promise, so no refusal
             except RequestError as error:
                 raise PromptError(number, str(error)) from None
         self._run(readers, progress)
@@ -202,7 +203,7 @@ class LLM:
         progress: bool = True,
         **template_options: Any,
     ) -> list[Generation]:
-        """Answers one conversation, or each of a list of them, in the model's chat format."""
+        """Answers one conversation, or each of a list of conversations, in the model's chat format."""
         several = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations: Any = messages if several else [messages]
         prompts = [self.chat_prompt(conversation, **template_options) for conversation in conversations]
@@ -228,7 +229,7 @@ class LLM:
         ttft_target_ms: float | None = None,
         cache_salt: str = "",
     ) -> Iterator[Delta]:
-        """Completes one prompt, piece by piece. It starts with the first piece asked for; closing it ends it."""
+        """Completes one prompt, piece by piece. Reading the first piece starts it; closing the iterator ends it."""
         params = sampling_params or self.default_params
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one completion; open several, or use generate")
@@ -237,7 +238,7 @@ class LLM:
         return self._follow(reader)
 
     def close(self) -> None:
-        """Ends what runs and lets the model go. A `with` block does it by itself."""
+        """Ends all running requests and releases the model. A `with` block does this by itself."""
         self._closed = True
         self._forget(list(self._readers.values()))
         self.engine.loop.drain()
@@ -255,7 +256,7 @@ class LLM:
         try:
             self._start([reader])
             while True:
-                # Another stream's turn may have brought news for this one: give that out before asking for more.
+                # A step of another stream may have brought tokens for this one: emit them before running another step.
                 text, ids = completion.text[shown:], completion.token_ids[tokens:]
                 shown, tokens = shown + len(text), tokens + len(ids)
                 prefilled = total if tokens else min(total, self.engine.loop.prefilled(reader.stream))
@@ -302,15 +303,15 @@ class LLM:
             self.engine.loop.add(reader.stream)
 
     def _forget(self, readers: list["_Reader"]) -> None:
-        """Ends what is still open, also when the caller was interrupted."""
+        """Ends requests that are still open, also when the caller was interrupted."""
         for reader in readers:
             self.engine.loop.abort(reader.stream)
             self._readers.pop(reader.stream.request.id, None)
 
     def _pump(self, waiting: list["_Reader"]) -> int:
-        """One step; its events go to their readers, whoever they are. Returns the number of tokens it brought.
+        """Runs one step and passes its events to the readers of all streams. Returns the number of new tokens.
 
-        Raises where nothing can come any more for one of those that wait: a step failed, or the LLM was closed.
+        Raises if a reader in `waiting` can get nothing any more: a step failed, or the LLM was closed.
         """
         for reader in waiting:
             if reader.stream.request.finish_reason in ("error", "abort"):
@@ -328,14 +329,14 @@ class LLM:
 
 
 class _Reader:
-    """Turns one stream's events into its completion."""
+    """Turns the events of one stream into its completion."""
 
     def __init__(self, stream: Stream, tokenizer: Tokenizer | None) -> None:
         params = stream.params
         self.stream = stream
         self.completion = Completion(logprobs=None if params.logprobs is None else [])
         self.embedding: NDArray[np.float32] | None = None
-        self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position; a preemption may bring one twice
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position; after a preemption, one may come twice
         self._text = None
         if tokenizer is not None:
             self._text = TextStream(
@@ -371,7 +372,7 @@ class _Reader:
 
 
 def resolve_model_path(model: str | None) -> Path:
-    """The directory of a model, with a config.json in it. Needs no torch, so that a wrong path is told at once."""
+    """The directory of a model, with a config.json in it. Needs no torch, so that a wrong path is reported at once."""
     if model is None:
         return DEFAULT_MODEL
     path = resolve_model(model)
@@ -380,7 +381,7 @@ def resolve_model_path(model: str | None) -> Path:
 
 
 def _as_batch(prompts: Any) -> list[Prompt]:
-    """One prompt or several; a flat list of numbers is one prompt of token ids."""
+    """The prompts as a list. A flat list of numbers is one prompt of token ids."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
@@ -389,11 +390,11 @@ def _as_batch(prompts: Any) -> list[Prompt]:
 
 
 def recommended_params(path: Path) -> SamplingParams:
-    """What generation_config.json says a model is best sampled with; the rest is SamplingParams' defaults."""
+    """The sampling parameters that generation_config.json recommends. Others have the defaults of SamplingParams."""
     file = path / "generation_config.json"
     said = read_json(file, optional=True)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    if said.get("do_sample") is False:  # its other numbers are left-overs then
+    if said.get("do_sample") is False:  # its other numbers do not apply then
         return SamplingParams()
     try:
         return SamplingParams(**{name: said[name] for name in names if said.get(name) is not None})

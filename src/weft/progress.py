@@ -1,4 +1,4 @@
-"""The progress bar of a batch: finished completions, and the rates that people look for. No bar where rich is not."""
+"""Progress bars: completions and token rate of a batch, and other work. No bar if rich is not installed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def batch_progress(completions: int, show: bool) -> Iterator[Advance]:
 
 @contextmanager
 def work_progress(name: str, total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """A bar over work that is counted; what it yields takes how much is done by now."""
+    """A bar for work with a known total. Yields a function that takes the amount done so far."""
     if not show or not _has_rich():
         yield lambda done: None
         return
@@ -47,7 +47,7 @@ def work_progress(name: str, total: int, show: bool) -> Iterator[Callable[[int],
 
         def advance(done: int) -> None:
             nonlocal shown
-            if done != shown:  # most calls bring no news
+            if done != shown:  # most calls change nothing
                 shown = done
                 bar.update(task, completed=done)
 
@@ -55,7 +55,7 @@ def work_progress(name: str, total: int, show: bool) -> Iterator[Callable[[int],
 
 
 def _has_rich() -> bool:
-    """The benchmarks of a device run without it."""
+    """Whether rich is installed. The benchmarks of a device run without it."""
     try:
         import rich.progress  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""Pictures of benchmarks, as SVG. matplotlib is an optional extra."""
+"""Charts of benchmarks as SVG. matplotlib is an optional extra."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +18,7 @@ PERCENTILES = ("p50", "p99", "p99.9")
 
 
 def variants_chart(file: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Percentiles of the gaps and of the time to the first token: the median of the runs of each variant, with all of
-    them as dots."""
+    """Draws percentiles of gaps and TTFT: bars for the median over the runs of a variant, dots for the single runs."""
     plt = _pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(10.4, 3.4))
     panels = (("gap", "time between tokens, ms"), ("ttft", "time to the first token, ms"))
@@ -50,13 +49,13 @@ def variants_chart(file: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) 
 
 
 def interference_chart(file: Path, panels: Sequence[tuple[str, Sequence[Interference]]]) -> None:
-    """Every gap over time, one panel a machine: what each policy lets the streams feel of the long prompts."""
+    """Draws every gap over time, one panel per machine: the delay of the streams by long prompts under each policy."""
     plt = _pyplot()
     figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.4), squeeze=False)
     for axis, (title, runs) in zip(axes[0], panels, strict=True):
         for run in runs:
             ends, gaps = _steps(run)
-            # At every moment, how long the wait for the next token is: a gap's height lasts as long as the gap.
+            # The line shows the current gap at every moment: each gap is drawn over its whole duration.
             axis.plot(ends, gaps * 1000, drawstyle="steps-pre", lw=1.2, color=COLOURS[run.policy], label=run.policy)
         target = runs[-1].target * 1000
         axis.axhline(target, color="#15803d", lw=1, ls="--", label=f"target {target:.3g} ms")
@@ -68,7 +67,7 @@ def interference_chart(file: Path, panels: Sequence[tuple[str, Sequence[Interfer
 
 
 def check_charts() -> None:
-    """Raises where charts cannot be drawn: to be called before anything is measured."""
+    """Raises OptionError if charts cannot be drawn. Call it before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -95,6 +94,6 @@ def _save(figure: Any, file: Path) -> None:
 
 
 def _steps(run: Interference) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """When steps ended, and the gap that ended with each; the streams get their tokens together."""
+    """End times of steps, and the gap that ended with each step. All streams get their tokens at the same time."""
     ends, index = np.unique(run.times.round(6), return_index=True)
     return np.concatenate([[0.0], ends]), np.concatenate([[run.gaps[index[0]]], run.gaps[index]])

@@ -1,4 +1,4 @@
-"""Interference: what streams that decode notice of somebody else's long prompts, on any engine, real or virtual."""
+"""Interference: the effect of other requests' long prompts on streams that decode, on a real or virtual engine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ from weft.engine.stream import Stream
 from weft.errors import EngineError
 
 POLICIES = ("monolithic", "chunked", "slo")
-TARGET = 3.0  # decode-only steps
-CHUNK = 2048  # tokens a step of the fixed budget: what other engines start with
-QUIET_STEPS = 100  # of decodes alone, before the long prompts come
+TARGET = 3.0  # default gap target, in decode-only steps
+CHUNK = 2048  # token budget per step of monolithic and chunked: the default of other engines
+QUIET_STEPS = 100  # decode-only steps before the long prompts come
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Streams that decode, and the long prompts that come while they do."""
+    """Streams that decode, and the long prompts that arrive meanwhile."""
 
     streams: int = 32
     stream_prompt: int = 512  # tokens
@@ -30,22 +30,22 @@ class Scenario:
     every: float = 0.0  # seconds from one long prompt to the next
 
 
-# What published figures of other engines on one GPU are for.
+# The scenario of published figures of other engines on one GPU.
 GPU_SCENARIO = Scenario(stream_prompt=256, prompts=4, prompt_tokens=16_000, every=0.5)
 
 
 @dataclass(frozen=True)
 class Interference:
-    """One run. Times are seconds; a gap is the time between two tokens of a stream."""
+    """Results of one run. Times are seconds; a gap is the time between two tokens of a stream."""
 
     policy: str
-    target: float  # of the gap
-    quiet: NDArray[np.float64]  # gaps before the long prompts came
-    gaps: NDArray[np.float64]  # gaps while they were read
-    times: NDArray[np.float64]  # when these ended, since the long prompts came
-    steps: int  # that carried a piece of a long prompt
-    prefill: float  # until the last of the long prompts had its first token
-    ttfts: list[float]  # of the long prompts, from when each was to be sent
+    target: float  # gap target
+    quiet: NDArray[np.float64]  # gaps before the long prompts
+    gaps: NDArray[np.float64]  # gaps during the prefill of the long prompts
+    times: NDArray[np.float64]  # when `gaps` ended, since the first long prompt was due
+    steps: int  # steps with a slice of a long prompt
+    prefill: float  # from the first long prompt until the last one had its first token
+    ttfts: list[float]  # of the long prompts, from when each was due
 
     @property
     def p999(self) -> float:
@@ -53,11 +53,11 @@ class Interference:
 
     @property
     def noise(self) -> float:
-        """What the machine does by itself: by how much quiet gaps at the 99.9th percentile exceed their median."""
+        """Noise of the machine: the 99.9th percentile of the quiet gaps minus their median."""
         return float(np.percentile(self.quiet, 99.9) - np.median(self.quiet))
 
     def within(self, factor: float) -> float:
-        """The 99.9th percentile relative to `factor` times the target plus the machine's own noise; 1 or less is in."""
+        """The p99.9 gap divided by (`factor` times the target + the machine's noise). At most 1: within the limit."""
         return self.p999 / (factor * self.target + self.noise)
 
 
@@ -70,10 +70,10 @@ def measure(
     seed: int = 0,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Interference:
-    """Lets streams decode alone, then brings long prompts and looks on until these are read.
+    """Lets streams decode alone, then adds long prompts and measures until their prefill is done.
 
-    Without a `target` (seconds), it is three times the decode-only step that is measured first. `progress` takes the
-    tokens of the long prompts that are done.
+    `target` is in seconds. Its default is three times the decode-only step, which is then measured first. `progress`
+    receives the prefilled tokens of the long prompts.
     """
     scheduler = engine.loop.scheduler
     own, listener, promises = scheduler.policy, engine.loop.on_record, engine.promises
@@ -98,7 +98,7 @@ def measure(
 
 
 class _Beside(NamedTuple):
-    """What was seen while the long prompts were read."""
+    """Results from the prefill of the long prompts."""
 
     gaps: NDArray[np.float64]
     times: NDArray[np.float64]
@@ -107,11 +107,11 @@ class _Beside(NamedTuple):
 
 
 class _Scene:
-    """The streams on stage, and when each had its last token."""
+    """The decoding streams, and the time of the last token of each."""
 
     def __init__(self, engine: Engine, scenario: Scenario, random: np.random.Generator) -> None:
         self.engine, self.loop, self.scenario, self.random = engine, engine.loop, scenario, random
-        # The same for every run, so that the prefix cache has them.
+        # The same prompts in every run, so that they are in the prefix cache.
         same = np.random.default_rng(0)
         self.prompts = same.integers(0, engine.vocab_size, (scenario.streams, scenario.stream_prompt)).tolist()
         self.last: dict[Stream, float] = {}
@@ -143,7 +143,7 @@ class _Scene:
             found += self._step()
             progress(self.prefill_tokens)
         read = self.loop.clock()
-        while min(self.last.values()) <= read and self.loop.has_work:  # the gap that spans the end counts as well
+        while min(self.last.values()) <= read and self.loop.has_work:  # the gap that spans the end counts too
             found += self._step()
         wrong = [stream.request.finish_reason for stream in prompts if stream.request.finish_reason != "length"]
         if wrong or not all(stream.request.finish_reason is None for stream in self.last):
@@ -165,7 +165,7 @@ class _Scene:
         return stream
 
     def _step(self) -> list[tuple[float, float]]:
-        """One turn of the loop; (gap, time) of each token that the streams on stage got."""
+        """Runs one step of the loop. Returns (gap, time) of each token of the decoding streams."""
         events = self.loop.step()
         now = self.loop.clock()
         gaps = []
@@ -182,7 +182,7 @@ class _Scene:
 
 
 def _policy(name: str, engine: Engine) -> Policy:
-    """The engine's own is slo."""
+    """The policy with this name. slo is the engine's current policy."""
     own = engine.loop.scheduler.policy
     if name == "slo":
         return own

@@ -1,4 +1,4 @@
-"""Latency of an engine that is otherwise idle: decode steps by batch, first tokens by prompt, beside the limits."""
+"""Latency of an otherwise idle engine: decode steps by batch size, TTFT by prompt length, and the device's limits."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,22 +16,22 @@ from weft.errors import EngineError
 
 SAMPLING = SamplingParams(temperature=0.6)
 DECODE_PROMPT = 128  # tokens
-SETTLE = 8  # decode steps that are not counted, before those that are
-REPEATS = 5  # of a prefill, of which the median counts
+SETTLE = 8  # warm-up decode steps that are not counted
+REPEATS = 5  # measurements of a prefill; the median counts
 
 
 class Decode(NamedTuple):
-    """A decode step: the wall time between two commits."""
+    """Time of a decode step: the wall time between two commits."""
 
     batch: int
     ms: float  # median
     p99_ms: float
-    floor_ms: float  # what the device's limits allow
-    fraction: float  # of that limit
+    floor_ms: float  # the least time that the device's limits allow
+    fraction: float  # floor / median
 
 
 class Prefill(NamedTuple):
-    """One prompt, from its arrival to its first token."""
+    """Time of one prompt from its arrival to its first token."""
 
     tokens: int
     ms: float  # median
@@ -40,9 +40,9 @@ class Prefill(NamedTuple):
 
 
 def decode_obstacle(engine: Engine, batch: int, steps: int) -> str | None:
-    """Why this engine cannot decode so many at once; None: it can."""
+    """Why this engine cannot decode `batch` requests at once; None if it can."""
     scheduler = engine.loop.scheduler
-    # While prompts are read, those that were read before decode already; a margin for that.
+    # The last term is a margin: requests that finish their prefill early decode while other prompts are in prefill.
     length = DECODE_PROMPT + SETTLE + steps + min(batch, DECODE_PROMPT)
     room = scheduler.num_blocks // -(-length // scheduler.block_size)
     if length > engine.max_model_len:
@@ -53,7 +53,7 @@ def decode_obstacle(engine: Engine, batch: int, steps: int) -> str | None:
 
 
 def prefill_obstacle(engine: Engine, tokens: int) -> str | None:
-    """Why this engine cannot read such a prompt; None: it can."""
+    """Why this engine cannot prefill a prompt of `tokens` tokens; None if it can."""
     if tokens >= engine.max_model_len:
         return f"the context is {engine.max_model_len} tokens, one of them for the answer"
     return None
@@ -62,7 +62,7 @@ def prefill_obstacle(engine: Engine, tokens: int) -> str | None:
 def measure_decode(
     subject: Subject, ceilings: Ceilings, batch: int, steps: int, sampling: SamplingParams = SAMPLING
 ) -> Decode:
-    """Median over `steps` steps in which `batch` requests decode and nothing else happens."""
+    """Median over `steps` decode-only steps with `batch` requests."""
     engine = subject.engine
     try:
         streams = open_decodes(engine, batch, sampling)
@@ -76,14 +76,14 @@ def measure_decode(
 
 
 def open_decodes(engine: Engine, batch: int, sampling: SamplingParams = SAMPLING) -> list[Stream]:
-    """Streams with short prompts, yet to be read, and no end."""
+    """Adds streams with short prompts, not yet prefilled, that decode without a token limit."""
     return [_add(engine, _prompt(engine, DECODE_PROMPT, seed), None, sampling) for seed in range(batch)]
 
 
 def measure_prefill(
     subject: Subject, ceilings: Ceilings, tokens: int, chunk: int, sampling: SamplingParams = SAMPLING
 ) -> Prefill:
-    """Median over a few prompts of so many tokens, after one that is not counted."""
+    """Median over REPEATS prompts of `tokens` tokens, after one warm-up prompt."""
     found = [_first_token(subject.engine, tokens, seed, sampling) for seed in range(1 + REPEATS)]
     median = float(np.median(found[1:]))
     floor = prefill_work(subject.config, subject.dtype.itemsize, tokens, chunk).floor(ceilings)
@@ -91,7 +91,7 @@ def measure_prefill(
 
 
 def _gaps(engine: Engine, batch: int, count: int) -> NDArray[np.float64]:
-    """Seconds between commits of steps that carry `batch` decodes and no prefill."""
+    """Seconds between commits of steps with `batch` decodes and no prefill."""
     loop = engine.loop
     gaps: list[float] = []
     last: float | None = None
@@ -120,7 +120,7 @@ def _gaps(engine: Engine, batch: int, count: int) -> NDArray[np.float64]:
 
 
 def _first_token(engine: Engine, tokens: int, seed: int, sampling: SamplingParams) -> float:
-    """Seconds from a prompt's arrival, its check included, to its first token."""
+    """Seconds from a prompt's arrival, including its validation, to its first token."""
     loop = engine.loop
     prompt = _prompt(engine, tokens, seed)
     began = loop.clock()

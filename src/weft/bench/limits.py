@@ -1,34 +1,34 @@
-"""What a device can do at most, measured with a few large operations, and the least time that a step needs for that."""
+"""Limits of a device, measured with a few large operations, and the least time that a step needs under them."""
 
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # torch takes seconds to import, and must not be before prepare_cpu()
+if TYPE_CHECKING:  # torch takes seconds to import, and must not be imported before prepare_cpu()
     import torch
 
     from weft.models import ModelConfig
 
-H200_COPY = 4.28e12  # bytes a second: read on the card that the figures of others come from
-REPEATS = 5  # of which the fastest counts
+H200_COPY = 4.28e12  # bytes per second: measured on the H200 that the figures of other engines come from
+REPEATS = 5  # measurements; the fastest counts
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 MATRIX = {"cuda": 8192, "cpu": 1024}  # rows and columns
-CALLS = {"cuda": 50, "cpu": 1}  # in a row: a device that runs behind is asked once for many
+CALLS = {"cuda": 50, "cpu": 1}  # calls per measurement: a GPU runs asynchronously and is synchronized once for all
 
 
 class Ceilings(NamedTuple):
-    copy: float  # bytes a second, those read and those written
-    matmul: float  # floating-point operations a second, in the model's type
+    copy: float  # bytes per second, read plus written
+    matmul: float  # floating-point operations per second, in the model's dtype
 
 
 class Work(NamedTuple):
-    """What a step cannot do without."""
+    """The least work of a step."""
 
     read: float  # bytes
     flops: float
 
     def floor(self, ceilings: Ceilings) -> float:
-        """Seconds: reading and computing may overlap, so the longer of the two."""
+        """Least seconds: reading and computing may overlap, so the longer of the two."""
         return max(self.read / ceilings.copy, self.flops / ceilings.matmul)
 
 
@@ -37,16 +37,16 @@ def measure_ceilings(device: "torch.device", dtype: "torch.dtype") -> Ceilings:
 
     found = Ceilings(measure_copy(device), measure_matmul(device, dtype))
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the engine may need it
+        torch.cuda.empty_cache()  # the engine may need the memory
     return found
 
 
 def measure_copy(device: "torch.device") -> float:
-    """Bytes a second of a large copy within the device, read and written."""
+    """Bytes per second, read plus written, of a large copy within the device."""
     import torch
 
     size = COPY_BYTES[device.type]
-    if device.type == "cuda":  # the engine has left little
+    if device.type == "cuda":  # the engine has left little free memory
         size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
@@ -54,7 +54,7 @@ def measure_copy(device: "torch.device") -> float:
 
 
 def measure_matmul(device: "torch.device", dtype: "torch.dtype") -> float:
-    """Floating-point operations a second of a large matrix product."""
+    """Floating-point operations per second of a large matrix product."""
     import torch
 
     size = MATRIX[device.type]
@@ -64,7 +64,7 @@ def measure_matmul(device: "torch.device", dtype: "torch.dtype") -> float:
 
 
 def decode_work(config: "ModelConfig", itemsize: int, batch: int, context: float) -> Work:
-    """A step of `batch` decodes behind `context` tokens each; a number takes `itemsize` bytes."""
+    """Work of a step with `batch` decodes of `context` tokens each. A number takes `itemsize` bytes."""
     read, active = _layer_weights(config, batch)
     head = config.hidden_size * config.vocab_size
     seen = [min(context, window or context) for window in config.layer_windows]
@@ -74,7 +74,7 @@ def decode_work(config: "ModelConfig", itemsize: int, batch: int, context: float
 
 
 def prefill_work(config: "ModelConfig", itemsize: int, tokens: int, chunk: int) -> Work:
-    """A prompt up to its first token, in steps of `chunk` tokens. Only the last token needs the head."""
+    """Work of a prompt up to its first token, in steps of `chunk` tokens. Only the last token needs the LM head."""
     steps = -(-tokens // chunk)
     read, active = _layer_weights(config, min(tokens, chunk))
     head = config.hidden_size * config.vocab_size
@@ -85,9 +85,9 @@ def prefill_work(config: "ModelConfig", itemsize: int, tokens: int, chunk: int) 
 
 
 def _layer_weights(config: "ModelConfig", tokens: int) -> tuple[float, float]:
-    """Weights of all layers that a step of so many tokens reads, and those that one token is multiplied with.
+    """Weights of all layers that a step of `tokens` tokens reads, and weights that one token is multiplied with.
 
-    Norms and biases, a thousandth of the whole, are left out. Of experts, those that evenly spread tokens choose.
+    Norms and biases, a thousandth of the whole, are left out. For experts, tokens are assumed to choose them evenly.
     """
     hidden, moe = config.hidden_size, config.moe
     attention = 2 * hidden * config.head_dim * (config.num_heads + config.num_kv_heads)
@@ -101,13 +101,13 @@ def _layer_weights(config: "ModelConfig", tokens: int) -> tuple[float, float]:
 
 
 def _pairs(tokens: int, window: int) -> int:
-    """Queries with the keys that they see, in one layer over a whole prompt."""
+    """Number of (query, key) pairs of the attention of one layer over a whole prompt."""
     window = min(window, tokens)
     return window * (window + 1) // 2 + (tokens - window) * window
 
 
 def _seconds(work: Callable[[], object], device: "torch.device") -> float:
-    """Of one call, at the fastest; the first ones are for warming up."""
+    """Seconds of the fastest call; the first round is for warm-up."""
     import torch
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""Offline throughput: a fixed set of requests, all there from the start, as fast as the engine can."""
+"""Offline throughput: a fixed set of requests, all submitted at the start, run as fast as the engine can."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ TEMPERATURE = 0.6
 
 class Job(NamedTuple):
     prompt: list[int]
-    max_tokens: int  # exactly so many are sampled
+    max_tokens: int  # exactly this many tokens are sampled
 
 
 @dataclass(frozen=True)
@@ -23,23 +23,23 @@ class Offline:
     prompts: int
     input_tokens: int
     output_tokens: int
-    seconds: float  # from the first request's check to the last token
+    seconds: float  # from the validation of the first request to the last token
     steps: int
     preemptions: int
 
     @property
     def output_rate(self) -> float:
-        """Tokens a second."""
+        """Output tokens per second."""
         return self.output_tokens / self.seconds
 
     @property
     def total_rate(self) -> float:
-        """Tokens a second, those of the prompts included."""
+        """Prompt and output tokens per second."""
         return (self.input_tokens + self.output_tokens) / self.seconds
 
 
 def uniform256() -> list[Job]:
-    """nano-vllm's benchmark, draw for draw: 142,827 tokens in, 133,966 out."""
+    """nano-vllm's benchmark with the same random draws: 142,827 tokens in, 133,966 out."""
     draw = random.Random(0).randint
     prompts = [[draw(0, 10_000) for _ in range(draw(100, 1024))] for _ in range(256)]
     return [Job(prompt, draw(100, 1024)) for prompt in prompts]
@@ -49,7 +49,7 @@ WORKLOADS: dict[str, Callable[[], list[Job]]] = {"uniform256": uniform256}
 
 
 def measure(engine: Engine, jobs: Sequence[Job], progress: Callable[[int], None] = lambda tokens: None) -> Offline:
-    """Runs the jobs to their ends. Token ids beyond the vocabulary wrap; `progress` takes the tokens sampled so far."""
+    """Runs all jobs to their end. Token ids wrap at the vocabulary size. `progress` receives the sampled tokens."""
     longest = max(len(job.prompt) + job.max_tokens for job in jobs)
     if longest > engine.max_model_len:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""Others: how much of this machine's processors other processes took meanwhile. Linux only."""
+"""Others: the share of this machine's CPU time that other processes used during a measurement. Linux only."""
 
 import os
 from collections.abc import Sequence
@@ -7,23 +7,23 @@ from typing import NamedTuple
 
 
 class Ticks(NamedTuple):
-    """Of the machine's clock, since it started."""
+    """Clock ticks of CPU time. `busy` and `total` count from the start of the machine."""
 
-    own: int  # of the processes that are watched
+    own: int  # of this process and the given ones
     busy: int  # of all processors
     total: int
 
 
 class Others:
-    """Watches from when it is made. Figures of a machine that others keep busy say little."""
+    """Measures from its creation. Figures from a machine that is busy with other processes mean little."""
 
     def __init__(self, pids: Sequence[int] = ()) -> None:
-        """`pids` are processes beside this one that are not others."""
+        """`pids` are processes that, like this one, do not count as others."""
         self._pids = [os.getpid(), *pids]
         self._begin = self._read()
 
     def share(self) -> float | None:
-        """Share of all processor time that other processes or machines took; None where the system does not tell."""
+        """Share of all CPU time that other processes or virtual machines used; None if the system does not tell."""
         end = self._read()
         if self._begin is None or end is None or end.total == self._begin.total:
             return None
@@ -36,15 +36,15 @@ class Others:
             own = sum(sum(_numbers(_process(pid))[10:12]) for pid in self._pids)
         except (OSError, ValueError, IndexError):
             return None
-        busy = user + nice + system + sum(interrupts[:3])  # and what a host took away; guests are in user already
+        busy = user + nice + system + sum(interrupts[:3])  # includes time stolen by a host; user includes guest time
         return Ticks(own, busy, busy + idle + waiting)
 
 
 def _process(pid: int) -> str:
-    """The state of a process and the numbers behind it; its name may have spaces, and ends with the last bracket."""
+    """The state of a process and the numbers after it. The name before may have spaces and ends at the last bracket."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
 
 
 def _numbers(line: str) -> list[int]:
-    """All but the first word."""
+    """All words except the first, as numbers."""
     return [int(word) for word in line.split()[1:]]

@@ -1,4 +1,4 @@
-"""Replay: a trace played on an engine in this process, on the real clock, without a server around it."""
+"""Replay: plays a trace on an engine in this process, in real time, without a server."""
 
 import math
 import time
@@ -27,7 +27,7 @@ def replay(
     progress: Callable[[int], None] = lambda arrived: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Served:
-    """Adds every request when it is due and turns the loop until all have ended. `sleep` passes the idle time."""
+    """Adds every request when it is due, and steps the engine until all have ended. `sleep` is called while idle."""
     play = _Play(engine, trace, prompts, sleep)
     listener = engine.loop.on_record
     engine.loop.on_record = play.note
@@ -43,7 +43,7 @@ class _Play:
     def __init__(self, engine: Engine, trace: Trace, prompts: Prompts, sleep: Callable[[float], None]) -> None:
         self.engine, self.trace, self.prompts, self.sleep = engine, trace, prompts, sleep
         self.steps: list[RunStep] = []
-        self._last_end = math.inf  # of the last step
+        self._last_end = math.inf  # end of the last step
         self.clock = engine.loop.clock
         self.start = self.clock()
         self.arrived = 0
@@ -60,7 +60,7 @@ class _Play:
         self._last_end = record.finished
 
     def turn(self) -> bool:
-        """Adds what is due, then turns the loop once; False when all is done."""
+        """Adds requests that are due, then runs one step. Returns False when all is done."""
         now, arrivals = self.clock() - self.start, self.trace.arrivals
         while self.arrived < len(arrivals) and arrivals[self.arrived].time <= now:
             self._add()

@@ -1,4 +1,4 @@
-"""What the scheduler costs: plan, commit and all that the loop does for a step, with a device that takes no time."""
+"""Cost of the scheduler: plan, commit and all other work of the loop in a step, with a device that takes no time."""
 
 import random
 import time
@@ -29,23 +29,23 @@ class Cost(NamedTuple):
 
 
 class Burst(NamedTuple):
-    """Newcomers that come at once beside running streams, in virtual time."""
+    """New requests that arrive at once next to running streams, in virtual time."""
 
     newcomers: int
     running: int
-    longest_plan_ms: float  # of processor time, while they are screened
-    screened_s: float  # of virtual time until all were
+    longest_plan_ms: float  # CPU time, while the new requests are screened
+    screened_s: float  # virtual time until all are screened
     refused: int
 
 
 def measure(
     running: int, policy: str = "chunked", steps: int = STEPS, progress: Callable[[int], None] = lambda done: None
 ) -> Cost:
-    """Mean over steps with `running` requests of staggered lengths; one that finishes is replaced by an arrival.
+    """Mean over steps with `running` requests of staggered lengths. A request that finishes is replaced by a new one.
 
-    It is processor time, so that neither the progress bar nor what else the machine does is counted.
-    Prefix caching is on, every step leaves its StepRecord, and every request gets its output. Making the arrivals
-    (their prompts and hashes) is not counted; admitting and prefilling them is.
+    CPU time is measured, so that neither the progress bar nor other processes count. Prefix caching is on, every step
+    writes a StepRecord, and every request gets its output. Creating new requests (prompts and hashes) is not counted;
+    admitting and prefilling them is.
     """
     rng = random.Random(0)
     records: list[object] = []
@@ -75,10 +75,10 @@ def measure(
 
 
 def measure_burst(newcomers: int = 1000, running: int = 256) -> Burst:
-    """What a burst does to planning under `slo`, on the profile of an H200: gaps of 25 ms and first tokens within 1 s
-    are promised, so that most of the newcomers are refused.
+    """The effect of a burst on planning under `slo`, on the profile of an H200. The targets are gaps of 25 ms and a
+    TTFT of 1 s, so that most of the new requests are refused.
 
-    A first burst, which is not counted, warms everything up. The collector is kept out of it, as in a server.
+    A first burst, which is not counted, is the warm-up. Garbage collection is limited as in a server.
     """
     collector = Collector()
     scheduler = Scheduler(
@@ -112,12 +112,12 @@ def measure_burst(newcomers: int = 1000, running: int = 256) -> Burst:
 
 
 class _Clock:
-    """Steps take what they are predicted to."""
+    """A virtual clock: steps take their predicted time."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.now = 0.0
-        self.longest = 0.0  # seconds of processor time of a plan
+        self.longest = 0.0  # CPU seconds of the longest plan
 
     def step(self) -> None:
         started = time.thread_time()
@@ -148,9 +148,9 @@ def _policy(name: str, tokens: int) -> Policy:
 
 
 def bare_loop(running: int, steps: int = STEPS) -> float:
-    """Microseconds per request and step of a loop that only writes into arrays: what this machine's Python costs.
+    """Microseconds per request and step of a loop that only writes into lists: the speed of Python on this machine.
 
-    Clocks of different machines, and of one machine at different times, differ; ratios to this do not.
+    Speeds differ between machines, and over time on one machine. Ratios to this value do not.
     """
     tokens, counts = list(range(running)), [0] * running
     started = time.thread_time()

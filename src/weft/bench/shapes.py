@@ -1,4 +1,4 @@
-"""What the benchmarks of a device run on: an engine of a model's shape, with random weights, from a config alone."""
+"""Engines for device benchmarks: built with a model's shape, by default from a config alone with random weights."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.errors import EngineError, OptionError
 
-if TYPE_CHECKING:  # torch takes seconds to import, and must not be before prepare_cpu()
+if TYPE_CHECKING:  # torch takes seconds to import, and must not be imported before prepare_cpu()
     import torch
 
     from weft.models import ModelConfig
@@ -62,21 +62,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
-WARM_UP = 8  # tokens of the prompt that is read before anything is measured, and of the answer
+WARM_UP = 8  # tokens of the warm-up prompt, and of its answer
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An engine that has answered once, and what it is made of. Times are seconds since the process was started."""
+    """A warm engine and its parts. Times are seconds since the start of the process."""
 
     shape: str
     engine: Engine
     config: "ModelConfig"
     device: "torch.device"
     dtype: "torch.dtype"
-    parts: dict[str, float]  # how long each part of building the engine took; the first began with the process
-    ready: float  # the engine was built
-    first_token: float  # it had sampled its first token
+    parts: dict[str, float]  # seconds of each phase of building the engine; the first phase starts with the process
+    ready: float  # when the engine was built
+    first_token: float  # when it had sampled its first token
 
     @property
     def device_name(self) -> str:
@@ -91,7 +91,7 @@ class Subject:
 
 @contextmanager
 def subject(shape: str, options: EngineOptions) -> Iterator[Subject]:
-    """The engine of a shape, ready and warm, for as long as the block lasts."""
+    """Yields a warm engine of a shape; closes it afterwards."""
     parts: dict[str, float] = {}
 
     def note(part: str) -> None:
@@ -109,12 +109,12 @@ def subject(shape: str, options: EngineOptions) -> Iterator[Subject]:
 
 @contextmanager
 def shape_directory(shape: str, load_format: str = "dummy") -> Iterator[Path]:
-    """A directory with the config.json of a shape: one of SHAPES by its name, or a directory that has its own."""
+    """Yields a directory with the config.json of a shape. `shape` is a name in SHAPES or such a directory."""
     if shape in SHAPES:
         if load_format != "dummy":
             raise OptionError(f"--load-format {load_format}: the shape {shape} has no weights; give a DIRECTORY")
         with tempfile.TemporaryDirectory(prefix="weft-") as folder:
-            path = Path(folder, shape)  # what is kept of a model, such as a calibration, goes by this name
+            path = Path(folder, shape)  # files that are kept for a model, such as its calibration, use this name
             path.mkdir()
             (path / "config.json").write_text(json.dumps(SHAPES[shape]))
             yield path
@@ -141,14 +141,14 @@ def closing_engine(
 
 
 def clear(engine: Engine) -> None:
-    """Ends every stream, and waits for what is in flight."""
+    """Aborts all streams, and waits for the steps in flight."""
     for stream in list(engine.loop.streams.values()):
         engine.loop.abort(stream)
     engine.loop.drain()
 
 
 def chosen_device(name: str) -> "torch.device":
-    """The device that an engine with this option runs on."""
+    """The device of an engine with this --device option."""
     prepare_cpu()
     import torch
 
@@ -156,7 +156,7 @@ def chosen_device(name: str) -> "torch.device":
 
 
 def process_seconds() -> float:
-    """Since this process was started; where that cannot be told, since this module was imported."""
+    """Seconds since the start of this process or, if that is not known, since the import of this module."""
     least = time.perf_counter() - _IMPORTED
     try:
         started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -169,7 +169,7 @@ _IMPORTED = time.perf_counter()
 
 
 def _warm_up(engine: Engine) -> float:
-    """Answers one short request; returns when its first token was there."""
+    """Answers one short request. Returns the time of its first token, in seconds since the start of the process."""
     params = SamplingParams(temperature=0.6, max_tokens=WARM_UP, ignore_eos=True)
     prompt = [token % engine.vocab_size for token in range(1, 1 + min(WARM_UP, engine.max_model_len - 1))]
     (stream,) = engine.open_streams(prompt, params)

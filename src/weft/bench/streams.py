@@ -1,4 +1,5 @@
-"""Many streams at once against a real server: are all there, in order, and what a token costs the API process."""
+"""Many concurrent streams against a real server: checks that all are complete and in order, and measures the API
+process's CPU time per token."""
 
 import asyncio
 import json
@@ -15,7 +16,7 @@ from weft.errors import EngineError
 
 TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 FRAME = b"data: {"
-PATIENCE = 300.0  # seconds for the server to come up, and for silence on a stream
+PATIENCE = 300.0  # timeout in seconds: for the server's start, and for one whole answer
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,11 @@ class StreamsResult:
     streams: int
     tokens: int  # streamed
     frames: int
-    lost: int  # streams that did not end as they should
-    disordered: int  # streams whose text is not that of the same request answered whole
+    lost: int  # streams that did not end properly
+    disordered: int  # streams with another text than the same request without streaming
     seconds: float  # from the first request to the last frame
-    api_cpu: float  # seconds of the API process meanwhile
-    memory_before: int  # bytes of the API process, after a first round
+    api_cpu: float  # CPU seconds of the API process in this time
+    memory_before: int  # bytes of the API process, after a warm-up round
     memory_after: int
 
     @property
@@ -36,7 +37,7 @@ class StreamsResult:
 
 
 class _Server:
-    """`weft serve` in a process of its own."""
+    """`weft serve` in a separate process."""
 
     def __init__(self, process: asyncio.subprocess.Process, host: str, port: int) -> None:
         self.process, self.host, self.port = process, host, port
@@ -54,7 +55,7 @@ class _Server:
         raise EngineError("the server did not come up; what it said is above")
 
     def cpu(self) -> float:
-        """Seconds of processor time so far, the kernel's for it included."""
+        """CPU seconds so far, user and kernel."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / TICK
 
@@ -67,7 +68,7 @@ class _Server:
         await self.process.wait()
 
     async def ask(self, body: dict[str, object], seen: Callable[[], None] | None = None) -> bytes:
-        """The body of the answer; `seen` is called for every frame."""
+        """The raw HTTP response, headers included. `seen` is called for every frame."""
         reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 24)
         try:
             data = json.dumps(body).encode()
@@ -88,10 +89,10 @@ class _Server:
 async def measure(
     streams: int, max_tokens: int, arguments: list[str], progress: Callable[[int], None] = lambda frames: None
 ) -> StreamsResult:
-    """Starts a server with `arguments`, opens `streams` at once and reads them all to the end."""
+    """Starts a server with `arguments`, opens `streams` streams at once, and reads all to the end."""
     server = await _Server.start([*arguments, "--policy", "chunked", "--max-num-seqs", str(streams)])
     try:
-        await _round(server, streams, 4, True, lambda frames: None)  # what is allocated once
+        await _round(server, streams, 4, True, lambda frames: None)  # warm-up: does the one-time allocations
         memory, cpu, started = server.memory(), server.cpu(), asyncio.get_running_loop().time()
         answers = await _round(server, streams, max_tokens, True, progress)
         seconds = asyncio.get_running_loop().time() - started
@@ -134,7 +135,7 @@ async def _round(
 
 
 def _read(answer: bytes) -> tuple[str, int, bool]:
-    """Text, number of frames, and whether it came to its proper end."""
+    """Text, number of frames, and whether the stream ended properly."""
     chunks = [json.loads(line[6:]) for line in answer.split(b"\n") if line.startswith(FRAME)]
     good = bool(chunks) and b"data: [DONE]" in answer and "error" not in chunks[-1]
     text = "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", ()))

@@ -1,4 +1,4 @@
-"""An engine in virtual time: the real loop and the real scheduler on a device that only says how long it would take."""
+"""An engine in virtual time: the real loop and the real scheduler on a simulated device."""
 
 import math
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from weft.sim.simulator import Truth
 
 
 class VirtualExecutor:
-    """Samples the same token for ever. Its clock moves when a result is asked for."""
+    """An executor that always samples the same token. Its clock advances when a result is requested."""
 
     class Pending(NamedTuple):
         executor: "VirtualExecutor"
@@ -25,7 +25,7 @@ class VirtualExecutor:
 
     def __init__(self, truth: Truth) -> None:
         self.now = 0.0  # seconds
-        self._free = 0.0  # when the last step submitted will end
+        self._free = 0.0  # end of the last submitted step
         self._seconds = truth.clock()
 
     def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Pending:

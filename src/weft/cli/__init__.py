@@ -1,4 +1,4 @@
-"""The command line: one file a command. Nothing heavy is imported before it is needed, so that --help is instant."""
+"""The command line: one file per command. Heavy modules are imported only when needed, so that --help is instant."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ COMMANDS = (serve, chat, generate, calibrate, simulate, sweep, bench)
 
 
 def with_dashes(arguments: Sequence[str]) -> list[str]:
-    """--max_model_len is --max-model-len, as users of vLLM are used to."""
+    """Replaces underscores in option names: --max_model_len is --max-model-len, as in vLLM."""
     return [
         name.replace("_", "-") + equals + value if name.startswith("--") else argument
         for argument in arguments
@@ -21,7 +21,7 @@ def with_dashes(arguments: Sequence[str]) -> list[str]:
 
 
 def make_parser() -> Parser:
-    """Reads all commands."""
+    """The parser of all commands."""
     parser = Parser(
         prog="weft", description="Language models whose token streams do not stutter when a long prompt arrives."
     )
@@ -42,6 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
+    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         sys.stderr.close()
         return 141

@@ -1,4 +1,4 @@
-"""`weft bench`: measurements. Each kind is a command of its own."""
+"""`weft bench`: measurements. Each kind is a separate subcommand."""
 
 import argparse
 import json

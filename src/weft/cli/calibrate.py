@@ -1,4 +1,4 @@
-"""`weft calibrate`: measures what steps cost on this device, so that the scheduler can promise times."""
+"""`weft calibrate`: measures the cost of steps on this device, which the scheduler needs to meet targets."""
 
 import argparse
 import json
@@ -95,12 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, Path]":
-    """The calibration of a model, and the file it was saved in."""
+    """Calibrates a model. Returns the calibration and the file that it was saved in."""
     from weft.engine.calibration import calibrate, calibration_file, device_name, save_calibration
     from weft.progress import work_progress
 
     engine, scheduler = llm.engine, llm.engine.loop.scheduler
-    executor: Any = engine.loop.executor  # on the CPU or on a GPU: both own a device and a pool
+    executor: Any = engine.loop.executor  # the CPU and the GPU executor both have `device` and `kv`
     device = device_name(executor.device)
     file = calibration_file(
         llm.path,

@@ -1,4 +1,4 @@
-"""`weft chat`: a conversation in the terminal, with the times that a user feels."""
+"""`weft chat`: a conversation in the terminal, with TTFT and token rate of each answer."""
 
 import argparse
 import sys
@@ -39,9 +39,9 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 def run(arguments: argparse.Namespace) -> int:
     from weft.llm import LLM, resolve_model_path
 
-    sampling_params(arguments)  # refuses nonsense before the model is loaded
+    sampling_params(arguments)  # rejects bad values before the model is loaded
     choose_model(arguments)
-    resolve_model_path(arguments.model)  # on a line of its own
+    resolve_model_path(arguments.model)  # before the line below, so that its output has a separate line
     print("loading the model ...", end="\r", file=sys.stderr, flush=True)
     llm = LLM(**engine_options(arguments))
     if not llm.chat_template:
@@ -71,7 +71,7 @@ def _converse(llm: "LLM", arguments: argparse.Namespace, params: SamplingParams)
 
 
 def _ask() -> str | None:
-    """The next line of the user, echoed where it does not come from a terminal; None at the end."""
+    """The user's next line; None at the end of input. Echoes the line if input is not a terminal."""
     try:
         line = input("> ")
     except (EOFError, KeyboardInterrupt):
@@ -83,7 +83,7 @@ def _ask() -> str | None:
 
 
 def _answer(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams, stats: bool) -> str:
-    """Streams an answer to the screen. Ctrl-C ends it where it is."""
+    """Streams an answer to the screen and returns its text. Ctrl-C ends the answer early."""
     text, tokens = "", 0
     deltas = llm.stream(llm.chat_prompt(messages), params)
     try:
@@ -110,7 +110,7 @@ def _answer(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams, 
 
 
 def _show_prefill(delta: "Delta | None") -> None:
-    """Progress through a long prompt, on one line that vanishes when the answer begins."""
+    """Shows the prefill progress of a long prompt on one line, which is erased when the answer begins (None)."""
     if not sys.stderr.isatty():
         return
     text = "" if delta is None else f"reading the prompt: {delta.prefilled} of {delta.prompt_tokens} tokens"

@@ -1,6 +1,6 @@
-"""How long a measurement will take: one line on stderr before it begins, from the command's own parameters.
+"""Estimates of how long a measurement takes: one line on stderr before it begins, from the command's parameters.
 
-These are rough: what a server needs beyond the time in which requests are sent is not known before.
+Estimates are rough: the time that a server needs after the last request is sent is not known in advance.
 """
 
 import argparse
@@ -8,28 +8,28 @@ import math
 import sys
 from collections.abc import Sequence
 
-SERVER_START = 20.0  # seconds: a small model on a CPU, the first calibration included; a large one takes longer
+SERVER_START = 20.0  # seconds: a small model on a CPU, including the first calibration; a large model takes longer
 ENGINE_START = 25.0
 INTERFERENCE_RUN = 15.0  # seconds of one run on two CPU cores, with prompts of 3,000 tokens
-INTERFERENCE_SHAPE = 6.0  # of one on a GPU
-INTERFERENCE_OUTSIDE = 12.0  # of one against a server: 3 s before and after, and the prompts
-SWEEP = 6 * 3600.0  # seconds of processor time for all runs of `weft sweep`
+INTERFERENCE_SHAPE = 6.0  # seconds of one run on a GPU
+INTERFERENCE_OUTSIDE = 12.0  # seconds of one run against a server: 3 s before and after, and the prompts
+SWEEP = 6 * 3600.0  # CPU seconds of all runs of `weft sweep`
 
 
 def tell_estimate(seconds: float | None, why: str) -> None:
-    """`seconds` is None where nobody can tell."""
+    """Prints an estimate. `seconds` is None if it is not known."""
     print(f"weft: {'' if seconds is None else f'about {in_words(seconds)}: '}{why}", file=sys.stderr, flush=True)
 
 
 def in_words(seconds: float) -> str:
-    """40 s, 12 min, 3.5 h."""
+    """A duration as text, such as 40 s, 12 min or 3.5 h."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def sending_seconds(arguments: argparse.Namespace, rate: float) -> float | None:
-    """Seconds in which the requests of one run are sent; None where that depends on the server alone."""
+    """Seconds in which the requests of one run are sent; None if this depends only on the server."""
     from weft.cli.load import NUMBER
 
     longest: float = arguments.duration
@@ -44,7 +44,7 @@ def sending_seconds(arguments: argparse.Namespace, rate: float) -> float | None:
 
 
 def tell_runs(arguments: argparse.Namespace, rates: Sequence[float], starts: int, *, most: bool = False) -> None:
-    """Of runs against servers, one at each of the rates; `starts` of them start their server."""
+    """Prints an estimate for runs against servers, one for each rate. `starts` is the number of server starts."""
     each = [sending_seconds(arguments, rate) for rate in rates]
     known = [one for one in each if one is not None]
     what = f"{'at most ' if most else ''}{len(rates)} runs"

@@ -1,4 +1,4 @@
-"""`weft bench fidelity`: the same requests served by a real engine and simulated, and how far the two are apart."""
+"""`weft bench fidelity`: serves requests on a real engine, simulates the same requests, and compares the results."""
 
 import argparse
 import json
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from weft.sim.traces import Trace
 
 TARGETS = {"gap_target_ms": 50.0, "ttft_target_ms": 1000.0, "ttft_target_per_1k_ms": 250.0}
-OUTPUTS = ("json", "table", "update_profile", "from_json", "progress", "api_key", "help")  # not part of what was done
+OUTPUTS = ("json", "table", "update_profile", "from_json", "progress", "api_key", "help")  # do not affect the result
 BEGIN, END = "<!-- results: written by weft bench fidelity --table -->", "<!-- end of results -->"
-WIDTHS = (28, 12, 12, 14, 20)  # of the columns on the terminal
+WIDTHS = (28, 12, 12, 14, 20)  # column widths on the terminal
 
 EPILOG = """\
 examples:
@@ -88,7 +88,7 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     result = _measured(arguments) if arguments.from_json is None else _read(arguments.from_json)
-    # Files first: the reader of what is printed may stop reading.
+    # Files are written first: printing may fail, if the reader of the output closes it.
     if arguments.json is not None:
         write_json(arguments.json, result)
     if arguments.table is not None:
@@ -132,7 +132,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _check_subject(arguments: argparse.Namespace) -> None:
-    """That options of one kind of engine are not given for another."""
+    """Raises if an option does not apply to the chosen kind of engine (--url or MODEL)."""
     if arguments.url is None:
         _refuse(arguments, {"api_key"}, "it is for a running server; name that with --url, or leave the key out")
         if arguments.model is not None and arguments.shape is not None:
@@ -144,7 +144,7 @@ def _check_subject(arguments: argparse.Namespace) -> None:
 
 
 def _given(arguments: argparse.Namespace) -> set[str]:
-    """Options that differ from their defaults."""
+    """Names of options that differ from their defaults."""
     actions = arguments.parser._actions
     return {one.dest for one in actions if hasattr(arguments, one.dest) and getattr(arguments, one.dest) != one.default}
 
@@ -156,25 +156,25 @@ def _refuse(arguments: argparse.Namespace, names: set[str], told: str) -> None:
 
 
 def _policies(arguments: argparse.Namespace) -> list[str]:
-    """slo first: its start makes the calibration that all are simulated with."""
-    names = dict.fromkeys((arguments.policy or "slo").split(","))  # a server at --url has its own: one name will do
+    """The policies, slo first: its start makes the calibration that all policies are simulated with."""
+    names = dict.fromkeys((arguments.policy or "slo").split(","))  # with --url the name is not used: any one works
     return sorted(names, key=lambda name: name != "slo")
 
 
-# --- the engine that serves ---
+# --- the engine under test ---
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An engine that is ready."""
+    """An engine that is ready to serve."""
 
-    facts: dict[str, Any]  # as /server_info tells them
+    facts: dict[str, Any]  # as in /server_info
     max_num_batched_tokens: int
     model: str
-    play: "Callable[[Trace, int], Served]"  # takes a number for other prompts, too
+    play: "Callable[[Trace, int], Served]"  # the int is a seed of the prompts
 
     def profile(self, calibrated: "Profile") -> "Profile":
-        """A calibration with this engine's limits: what is free of a device's memory may differ from start to start."""
+        """The calibration with this engine's limits: the free memory of a device may differ between starts."""
         return replace(
             calibrated,
             max_model_len=self.facts["max_model_len"],
@@ -239,7 +239,7 @@ def _embedded(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
 
 
 def _engine(arguments: argparse.Namespace, policy: str) -> argparse.Namespace:
-    """The engine's options under a policy; only slo has targets."""
+    """The engine's options for a policy. Only slo has targets."""
     none = dict.fromkeys(("gap_target_ms", "ttft_target_ms")) | {"ttft_target_per_1k_ms": 0.0}
     targets = _targets_ms(arguments) if policy == "slo" else none
     return argparse.Namespace(**{**vars(arguments), "policy": policy, **targets})
@@ -250,7 +250,7 @@ def _has_targets(facts: dict[str, Any]) -> bool:
 
 
 def _targets_ms(arguments: argparse.Namespace, facts: dict[str, Any] | None = None) -> dict[str, float]:
-    """In milliseconds, by the names of the options: those of a server that has any, or those that are given."""
+    """Targets in milliseconds, by option name: those of a server at --url if it has any, else the given ones."""
     if arguments.url is None or facts is None or not _has_targets(facts):
         return {
             name: default if getattr(arguments, name) is None else getattr(arguments, name)
@@ -260,25 +260,25 @@ def _targets_ms(arguments: argparse.Namespace, facts: dict[str, Any] | None = No
     return {name: math.inf if one is None else 1e3 * one for name, one in zip(TARGETS, values, strict=True)}
 
 
-# --- both halves ---
+# --- served and simulated results ---
 
 
 @dataclass(frozen=True)
 class Play:
-    """One policy's served half, and what the other half needs."""
+    """Served results of one policy, and the inputs of its simulation."""
 
     policy: str
     facts: dict[str, Any]
     model: str
     calibration: "Profile"
-    profile: "Profile"  # the calibration with the limits of this engine
+    profile: "Profile"  # the calibration with this engine's limits
     trace: "Trace"
     left_out: int  # requests longer than the context
     runs: "list[Served]"
 
 
 def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The whole result, ready for JSON."""
+    """Serves and simulates all policies. Returns the whole result, ready for JSON."""
     from weft.sim.profiles import load_profile
 
     command, policies = _command(arguments), _policies(arguments)
@@ -322,7 +322,8 @@ def _tell_estimate(arguments: argparse.Namespace, policies: int) -> None:
 
 
 def _play(arguments: argparse.Namespace, policy: str, calibration: "Profile | None") -> Play:
-    """The served half. Every run has a new engine, as one learns while it serves; a server at --url plays them all."""
+    """Serves all runs of a policy. Every run has a new engine, because an engine learns while it serves. A server at
+    --url serves all runs."""
     runs: list[Served] = []
     words = new_words()
     with ExitStack() as stack:
@@ -339,16 +340,16 @@ def _play(arguments: argparse.Namespace, policy: str, calibration: "Profile | No
             runs.append(subject.play(trace, words + number))
     facts = subject.facts
     assert calibration is not None
-    # Without a target slo has nothing to size a step by, and serves as chunked does.
+    # Without a target, slo cannot limit the size of a step and serves like chunked.
     served_as = "chunked" if facts["policy"] == "slo" and not _has_targets(facts) else facts["policy"]
     profile = subject.profile(calibration)
-    request = sum(run.request for run in runs) / len(runs)  # measured before each play, like the calibration
+    request = sum(run.request for run in runs) / len(runs)  # measured before each run, like the calibration
     profile = replace(profile, host=replace(profile.host, request=request))
     return Play(served_as, facts, subject.model, calibration, profile, trace, left_out, runs)
 
 
 def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
-    """Both halves of one policy, ready for JSON."""
+    """Simulates one policy. Returns its served and simulated results, ready for JSON."""
     from weft.core import Source, Targets
     from weft.progress import work_progress
     from weft.sim import fidelity
@@ -381,7 +382,7 @@ def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
 
 
 def _about(arguments: argparse.Namespace, play: Play, shape: str | None) -> dict[str, Any]:
-    """What is true of all policies."""
+    """The part of the result that all policies share."""
     from weft.sim.fidelity import truth_of
 
     truth, targets = truth_of(play.profile), _targets_ms(arguments, play.facts)
@@ -414,7 +415,7 @@ def _calibrated(subject: Subject) -> "Profile":
 
 
 def _slice(arguments: argparse.Namespace, facts: dict[str, Any]) -> "tuple[Trace, int]":
-    """What is played, and how many requests are left out because they are longer than the context."""
+    """The trace to play, and the number of requests left out because they are longer than the context."""
     from weft.sim.traces import load_trace
     from weft.sim.workloads import parse_workload
 
@@ -427,7 +428,7 @@ def _slice(arguments: argparse.Namespace, facts: dict[str, Any]) -> "tuple[Trace
     trace, left_out = trace.fitting(context)
     if left_out is not None:
         _say(f"{arguments.trace}: {left_out}")
-    if not facts["enable_prefix_caching"]:  # what is shared would be computed anew, here as there
+    if not facts["enable_prefix_caching"]:  # the engine reuses no prefixes, so the simulator must not either
         trace = replace(trace, arrivals=tuple(replace(one, prefix_ids=()) for one in trace.arrivals))
     return trace, 0 if left_out is None else left_out.count
 
@@ -440,7 +441,7 @@ def _slice_name(arguments: argparse.Namespace) -> str:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """The command that does this again; of files only the names, as folders differ from machine to machine."""
+    """The command line that repeats this run. Files appear without folders, which differ between machines."""
     words = ["weft", "bench", "fidelity"]
     for action in arguments.parser._actions:
         value = getattr(arguments, action.dest, None)
@@ -456,7 +457,7 @@ def _command(arguments: argparse.Namespace) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """A model's or a file's name without the folders of this machine; a hub id as it is."""
+    """The name of a model or a file without the folders of this machine. A hub id stays as it is."""
     return Path(name).name if Path(name).is_absolute() or Path(name).exists() else name
 
 
@@ -468,7 +469,7 @@ def _say(line: str) -> None:
     print(f"weft: {line}", file=sys.stderr, flush=True)
 
 
-# --- what is told ---
+# --- output ---
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -510,7 +511,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _parts(file: Path) -> tuple[str, list[str], str]:
-    """A file before the results, the sections of these, and the rest."""
+    """The parts of a file: text before the results, sections of the results, text after them."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -523,7 +524,7 @@ def _parts(file: Path) -> tuple[str, list[str], str]:
 
 
 def _write_table(file: Path, result: dict[str, Any]) -> None:
-    """Puts a result into its place: an older one with the same heading gives way."""
+    """Writes a result into the file. It replaces an older result with the same heading."""
     from weft.sim.fidelity import heading, markdown
 
     before, sections, after = _parts(file)

@@ -1,10 +1,11 @@
-"""Options of vLLM that weft has not: those that change nothing here are accepted, the others are refused by name."""
+"""vLLM options that weft does not have. Options without effect here are accepted, the others are rejected by name."""
 
 import argparse
 import sys
 from typing import Any
 
-# Always so here, or nothing to act on: options without a value, with any value, and with the one value that is so here.
+# Options that are always so in weft, or have no effect. FLAGS: no value. VALUES: any value. ONLY: accepted with the one
+# value that weft implements.
 FLAGS = (
     *("trust-remote-code", "enable-auto-tool-choice", "enable-chunked-prefill", "no-enable-chunked-prefill"),
     *("enable-reasoning", "enforce-eager", "disable-log-requests", "enable-log-requests", "no-enable-log-requests"),
@@ -31,7 +32,7 @@ SHORT = {
     "quantization": "-q",
 }
 
-# What weft lacks, and the way out.
+# Features that weft lacks, each with an alternative.
 _LORA = "weft has no LoRA; merge the adapter into the model's weights"
 _DRAFT = "weft has no speculative decoding; leave it out"
 _ONE = "weft runs a model on one GPU; leave it out"
@@ -53,7 +54,7 @@ LACKING = {
 
 
 def add_foreign(parser: argparse.ArgumentParser) -> None:
-    """Their names are not in the help; `arguments.foreign` lists what was given."""
+    """Adds these options without showing them in the help. `arguments.foreign` lists the ones that were given."""
     parser.set_defaults(foreign=())
     for name in (*FLAGS, *VALUES, *ONLY, *LACKING):
         names = [f"--{name}", *([SHORT[name]] if name in SHORT else [])]
@@ -67,7 +68,7 @@ def tell_foreign(arguments: argparse.Namespace) -> None:
 
 
 class Foreign(argparse.Action):
-    """Notes an option that changes nothing here; refuses one that would, or a value that would."""
+    """Records an option without effect; rejects an option or a value that weft does not support."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         name = self.dest.removeprefix("foreign-")

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.prompt is not None and arguments.output is not None:
         raise OptionError("--output goes with --input; a single --prompt is written to standard output")
-    given = sampling_params(arguments)  # what is wrong is said before the model is loaded
+    given = sampling_params(arguments)  # bad values are reported before the model is loaded
     jobs = None if arguments.input is None else _read_jobs(arguments.input, given)
     choose_model(arguments)
     llm = LLM(**engine_options(arguments))
@@ -74,12 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
 class _Job:
     line: int
     prompt: str | list[int]
-    messages: Any  # None: it has a prompt
-    wishes: dict[str, Any]  # sampling parameters of its own
+    messages: Any  # None: `prompt` is used
+    wishes: dict[str, Any]  # sampling parameters of this line
 
 
 def _stream_prompt(llm: "LLM", prompt: str, params: SamplingParams) -> int:
-    deltas = llm.stream(prompt, params)  # refuses a prompt that cannot run before anything is printed
+    deltas = llm.stream(prompt, params)  # rejects a prompt that cannot run, before anything is printed
     print(prompt, end="", flush=True)
     for delta in deltas:
         print(delta.text, end="", flush=True)
@@ -101,7 +101,7 @@ def _why_refused(metrics: "Metrics | None") -> str:
 
 def _complete_jobs(llm: "LLM", jobs: list[_Job], params: SamplingParams, arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
-        _opened(arguments.output, "a").close()  # a bad path is found before the work, and nothing is overwritten yet
+        _opened(arguments.output, "a").close()  # finds a bad path before the work, and overwrites nothing yet
     try:
         prompts = [job.prompt if job.messages is None else _render(llm, number, job) for number, job in enumerate(jobs)]
         wishes = [replace(params, **job.wishes) for job in jobs]
@@ -153,7 +153,7 @@ def _read_job(path: Path, number: int, line: str, defaults: SamplingParams) -> _
         raise RequestError(f"{where}: messages must be a list, not null")
     if not isinstance(prompt, str | list):
         raise RequestError(f"{where}: a prompt is text or a list of token ids, not {prompt!r}")
-    if isinstance(data.get("logit_bias"), dict):  # JSON has no numbers for keys
+    if isinstance(data.get("logit_bias"), dict):  # keys of JSON objects are strings, never numbers
         data["logit_bias"] = {int(t) if t.isdecimal() else t: bias for t, bias in data["logit_bias"].items()}
     try:
         if data.get("structured_outputs") is not None:

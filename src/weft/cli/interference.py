@@ -1,4 +1,4 @@
-"""`weft bench interference`: what decoding streams notice of long prompts, in virtual time and for real."""
+"""`weft bench interference`: the effect of long prompts on decoding streams, in virtual time and on real hardware."""
 
 import argparse
 import sys
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 PROFILE = "h200-llama-3-8b"
 SIMULATED_PROMPT = 60_000  # tokens
-SHAPE_TOKENS = 16_384  # a step, at most, with --shape
+SHAPE_TOKENS = 16_384  # max_num_batched_tokens with --shape
 SIMULATED_GAP = 0.025  # seconds
-STREAM_TOKENS = 4000  # of each stream's answer with --url: more than it comes to
-REAL_FACTOR, SIMULATED_FACTOR = 1.3, 1.1  # of the target: where the 99.9th percentile is to stay within
+STREAM_TOKENS = 4000  # requested output tokens of each stream with --url: more than it produces during a run
+REAL_FACTOR, SIMULATED_FACTOR = 1.3, 1.1  # multiples of the target that the 99.9th percentile must not exceed
 
 
 def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -112,12 +112,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _tell_estimate(arguments: argparse.Namespace) -> None:
     if arguments.simulated_only:
-        return  # a second
+        return  # takes only about a second
     if arguments.url is not None:
         why = f"{arguments.runs} runs against the server; a slow one takes longer"
         tell_estimate(arguments.runs * INTERFERENCE_OUTSIDE, why)
         return
-    runs = arguments.runs + 2  # one of monolithic and one of chunked
+    runs = arguments.runs + 2  # plus one run of monolithic and one of chunked
     if arguments.shape is not None:
         tell_estimate(ENGINE_START + runs * INTERFERENCE_SHAPE, f"{runs} runs on this machine, if it has a GPU")
         return
@@ -144,7 +144,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _outside(arguments: argparse.Namespace) -> int:
-    """Against a server. MODEL is its name there."""
+    """Measures a running server. MODEL is the name of the model there."""
     import asyncio
 
     seen: list[Seen] = []
@@ -152,12 +152,12 @@ def _outside(arguments: argparse.Namespace) -> int:
     print(f"{'run':<8}{'gaps, ms':<10} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8} {'read in':>9}")
     try:
         asyncio.run(_interfere(arguments, seen))
-    except KeyboardInterrupt:  # what is known by then is told
+    except KeyboardInterrupt:  # the results so far are still printed
         was_interrupted = True
     if seen:
         _print_medians(seen)
     target = arguments.gap_target_ms
-    told = [run for run in seen if len(run.before) and len(run.during)]  # a slow server may have no gaps to tell of
+    told = [run for run in seen if len(run.before) and len(run.during)]  # a slow server may have no gaps at all
     if target is not None and told:
         _print_shares(f"{arguments.url}: the", [_share(run, target / 1000) for run in told])
     if arguments.json is not None and seen:
@@ -166,7 +166,7 @@ def _outside(arguments: argparse.Namespace) -> int:
 
 
 async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
-    """Appends one run after the other."""
+    """Performs all runs and appends each to `seen`."""
     import time
 
     from weft.bench.interference import Scenario
@@ -179,7 +179,7 @@ async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
     tokens = arguments.prompt_tokens or scenario.prompt_tokens
     streams = [Wish(0.0, scenario.stream_prompt, STREAM_TOKENS)] * scenario.streams
     prompts = [Wish(number * scenario.every, tokens, 1) for number in range(scenario.prompts)]
-    words = int(time.time())  # others for every run: a long prompt that is in the server's cache disturbs nobody
+    words = int(time.time())  # new prompts in every run: a prompt in the server's prefix cache would disturb nothing
     async with Client(arguments.url, arguments.model, key=api_key(arguments)) as client:
         await client.meet()
         if not client.asks_to_ignore_eos:
@@ -204,7 +204,7 @@ def _print_parts(run: str, parts: dict[str, dict[str, float]], read: float) -> N
 
 
 def _print_medians(seen: "list[Seen]") -> None:
-    """Of each figure over the runs."""
+    """Prints the median of each figure over the runs."""
     import numpy as np
 
     every = [_parts(run) for run in seen]
@@ -216,7 +216,7 @@ def _print_medians(seen: "list[Seen]") -> None:
 
 
 def _share(seen: "Seen", target: float) -> float:
-    """As of an engine's own run; seconds."""
+    """`Interference.within` for a run against a server. `target` is in seconds."""
     from weft.bench.interference import Interference
 
     run = Interference("", target, seen.before, seen.during, seen.times, 0, seen.read, seen.ttfts)
@@ -253,7 +253,7 @@ def _simulated(name: str, bias: float, noise: float) -> "list[Interference]":
 
 
 def _real(arguments: argparse.Namespace) -> "list[Interference]":
-    """One run of each of the others, for the picture, and several of slo."""
+    """Runs slo several times, and each other policy once, for comparison."""
     from weft.bench.interference import GPU_SCENARIO, POLICIES, Scenario, measure
     from weft.progress import work_progress
 
@@ -279,7 +279,7 @@ def _real(arguments: argparse.Namespace) -> "list[Interference]":
 
 @contextmanager
 def _engine(arguments: argparse.Namespace) -> "Iterator[Engine]":
-    target = {"gap_target_ms": 1000}  # any will do: it is what makes the engine measure its steps
+    target = {"gap_target_ms": 1000}  # any target makes the engine calibrate its step times
     if arguments.shape is None:
         from weft.llm import LLM
 
@@ -297,7 +297,7 @@ def _engine(arguments: argparse.Namespace) -> "Iterator[Engine]":
 
 
 def _typical(runs: "list[Interference]") -> "list[Interference]":
-    """One run a policy, the median one where there are several."""
+    """One run per policy: the median run if there are several."""
     by_policy: dict[str, list[Interference]] = {}
     for run in sorted(runs, key=lambda run: run.within(REAL_FACTOR)):
         by_policy.setdefault(run.policy, []).append(run)
@@ -328,7 +328,7 @@ def _print_shares(whose: str, shares: Sequence[float]) -> None:
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """In milliseconds; empty where there is nothing."""
+    """Percentiles in milliseconds; empty if there are no values."""
     import numpy as np
 
     if not seconds:
@@ -344,7 +344,7 @@ def _row(where: str, run: "Interference") -> dict[str, Any]:
         "target_ms": run.target * 1000,
         "quiet_gap_ms": _percentiles(run.quiet.tolist()),
         "gap_ms": _percentiles(run.gaps.tolist()),
-        "after_gap_ms": {},  # not looked at
+        "after_gap_ms": {},  # not measured
         "steps_with_prefill": run.steps,
         "read_in_s": run.prefill,
         "ttft_ms": [1000 * ttft for ttft in run.ttfts],

@@ -1,4 +1,4 @@
-"""`weft bench latency`: decode steps and first tokens, each beside what the device allows."""
+"""`weft bench latency`: times of decode steps and first tokens, compared with the device's limits."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ from weft.errors import RequestError
 BATCHES = {"cuda": [1, 16, 64, 256], "cpu": [1, 16]}
 PROMPTS = {"cuda": [512, 4096, 16_384, 30_000], "cpu": [512]}
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-SAMPLED = ("temperature", "top_k", "top_p", "min_p", *PENALTIES, "logprobs")  # what a step takes longer for
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", *PENALTIES, "logprobs")  # parameters that make a step slower
 
 
 def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,4 +1,4 @@
-"""`weft bench serve`: measures any OpenAI-compatible server from outside."""
+"""`weft bench serve`: a load test for any OpenAI-compatible server."""
 
 import argparse
 import asyncio
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
-# What is taken where nothing is given; the parser's own defaults would not tell one from the other.
+# Applied after parsing: with argparse defaults, a given value and a default could not be told apart.
 DEFAULTS = {"input_len": "256", "output_len": "128", "rate_scale": 1.0, "pattern": "poisson", "burstiness": 1.0}
-NUMBER = 100  # requests, where neither a number nor a duration is given
-PREPARED = 1000  # requests of a closed loop that lasts for a duration: they come again with other words
-SLOW_CLIENT_MS = 50.0  # lag at the 99th percentile from which the figures say more about the client
+NUMBER = 100  # requests, if neither a number nor a duration is given
+PREPARED = 1000  # prepared requests of a closed loop with a duration: they repeat with other words
+SLOW_CLIENT_MS = 50.0  # above this p99 lag, the figures describe the client rather than the server
 
 EPILOG = """\
 examples:
@@ -68,7 +68,7 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is asked of a server, and what counts; for all commands that measure servers."""
+    """Adds the options on what is sent, when, and what counts, for all commands that measure servers."""
     add = parser.add_argument
     add("--model", help="name of the model (default: the first that the server names)")
     add(
@@ -127,9 +127,9 @@ def run(arguments: argparse.Namespace) -> int:
     arguments = settled(arguments)
     try:
         found = measured(arguments, arguments.url, new_words())
-    except KeyboardInterrupt:  # later on, what is known is told
+    except KeyboardInterrupt:  # before the first request; a later Ctrl-C still gives figures
         return interrupted("before the first request was sent: there are no figures")
-    # Files first: whoever reads what is printed may stop reading.
+    # Files are written first: printing may fail, if the reader of the output closes it.
     if arguments.html is not None:
         write_html(arguments.html, [(found["model_id"], found)], f"{found['model_id']} at {arguments.url}")
     if arguments.json is not None:
@@ -142,13 +142,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def interrupted(told: str) -> int:
-    """Ends a command upon Ctrl-C, in one line; the code to exit with."""
+    """Prints one line about a Ctrl-C. Returns the exit code."""
     print(f"weft: interrupted, {told}", file=sys.stderr)
     return 130
 
 
 def check_folders(arguments: argparse.Namespace) -> None:
-    """Before anything is measured: what cannot be written or drawn is said now."""
+    """Raises OptionError before anything is measured if an output file cannot be written or a chart not drawn."""
     for name in ("json", "html", "chart"):
         file = getattr(arguments, name, None)
         if file is not None and not file.parent.is_dir():
@@ -162,14 +162,14 @@ def check_folders(arguments: argparse.Namespace) -> None:
 
 
 def new_words() -> int:
-    """A number for words that a server was not asked with before: what is in its prefix cache costs it nothing."""
+    """A new seed of the prompts' words, so that the server's prefix cache does not have the prompts of earlier runs."""
     return time.time_ns() // 1_000_000
 
 
 def measured(arguments: argparse.Namespace, url: str, words: int) -> dict[str, Any]:
-    """One run against a server: all figures, and every request. Interrupted before it begins, it raises that.
+    """One run against a server: all figures, and every request. A Ctrl-C before the run begins is raised.
 
-    The arguments are settled. Other `words` say the same otherwise.
+    `arguments` must come from `settled`. `words` is a seed of the prompts' words; it does not change lengths or times.
     """
     from weft.load.fast_loop import on_fast_loop
     from weft.load.figures import Goals
@@ -184,9 +184,9 @@ def api_key(arguments: argparse.Namespace) -> str | None:
 
 
 def settled(arguments: argparse.Namespace, has_rate: bool = False) -> argparse.Namespace:
-    """The arguments with their defaults, after all checks that need no server.
+    """The arguments with defaults filled in, after all checks that need no server.
 
-    `has_rate` says that a command sets the rate of each run itself.
+    `has_rate`: the command sets the rate of each run itself.
     """
     _check_effects(arguments, has_rate or arguments.request_rate < math.inf)
     given = {name: value for name, value in vars(arguments).items() if value is not None or name not in DEFAULTS}
@@ -196,7 +196,7 @@ def settled(arguments: argparse.Namespace, has_rate: bool = False) -> argparse.N
 
 
 def _check_effects(arguments: argparse.Namespace, has_rate: bool) -> None:
-    """What would change nothing is refused: whoever gives it believes that it does."""
+    """Rejects options without effect: a user who gives one expects an effect."""
     given = {name for name, value in vars(arguments).items() if value not in (None, math.inf)}
     if arguments.trace is not None and arguments.sharegpt is not None:
         raise OptionError(f"--trace {arguments.trace} and --sharegpt {arguments.sharegpt}: give one of them")
@@ -220,7 +220,7 @@ def _refuse(arguments: argparse.Namespace, given: set[str], names: "Sequence[str
 
 
 def is_closed(arguments: argparse.Namespace) -> bool:
-    """Whether there is a number of users, each of whom asks again when answered."""
+    """Whether the loop is closed: a fixed number of users, each sending a new request after each answer."""
     return bool(arguments.max_concurrency) and arguments.trace is None and arguments.request_rate == math.inf
 
 
@@ -243,7 +243,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tuple[Client, Run]":
-    """Sends everything; who sent it and what came back. Interrupted, it gives what is known by then."""
+    """Sends all requests. Returns the client and the run; after a Ctrl-C, the run has the results so far."""
     from weft.load.client import Client
     from weft.load.drive import Run, drive
     from weft.load.live import live_view
@@ -269,14 +269,14 @@ async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tupl
             with _interrupting(driving):
                 try:
                     await driving
-                except asyncio.CancelledError:  # perhaps before it took its first step, and could note it itself
+                except asyncio.CancelledError:  # perhaps before `drive` started and could set this itself
                     run.was_interrupted = True
     return client, run
 
 
 @contextlib.contextmanager
 def _interrupting(task: "asyncio.Task[Run]") -> Any:
-    """Ctrl-C ends the run; what is known is told."""
+    """Makes Ctrl-C and SIGTERM cancel the task; the results so far are still reported."""
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -290,11 +290,11 @@ def _interrupting(task: "asyncio.Task[Run]") -> Any:
     finally:
         for number, handler in before.items():
             loop.remove_signal_handler(number)
-            signal.signal(number, handler or signal.SIG_DFL)  # removing alone forgets who listened before
+            signal.signal(number, handler or signal.SIG_DFL)  # removing alone does not restore the previous handler
 
 
 async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> "tuple[Sequence[Ask], int]":
-    """What is sent, and how many requests are left out as they are too long for the model."""
+    """The requests to send, and the number of requests left out because they are too long for the model."""
     from weft.load.prompts import Atoms, Endless, counted, make_asks
     from weft.load.workload import cut
 
@@ -310,7 +310,7 @@ async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> 
             print(f"weft: {left_out}", file=sys.stderr)
     if not wishes:
         raise OptionError("no requests are left to send: choose shorter lengths, or another trace")
-    if arguments.trace is not None:  # a few of its prompts may be shorter than what a server puts around one
+    if arguments.trace is not None:  # some of its prompts may be shorter than the tokens that a server adds to each
         wishes = [wish._replace(prompt_tokens=max(wish.prompt_tokens, atoms.least)) for wish in wishes]
     _check_window(arguments, max(wish.at for wish in wishes))
     asks = await make_asks(wishes, atoms, seed, count)
@@ -319,7 +319,10 @@ async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> 
 
 
 def _check_window(arguments: argparse.Namespace, last: float) -> None:
-    """Before anything is sent. In a closed loop nobody knows when the last request will be due, but for its bound."""
+    """Raises, before anything is sent, if --warmup and --cooldown leave nothing. `last` is the last request's due time.
+
+    In a closed loop this is not known in advance, only that it is within the duration.
+    """
     if is_closed(arguments):
         last = arguments.duration
     if arguments.warmup + arguments.cooldown and arguments.warmup + arguments.cooldown >= last:
@@ -330,12 +333,12 @@ def _check_window(arguments: argparse.Namespace, last: float) -> None:
 
 
 def _fills_its_time(arguments: argparse.Namespace) -> bool:
-    """Whether only time ends a closed loop: how many requests that takes, nobody knows before."""
+    """Whether a closed loop is limited only by its duration, so that the number of requests is not known in advance."""
     return is_closed(arguments) and arguments.num_prompts is None and arguments.duration < math.inf
 
 
 def _wishes(arguments: argparse.Namespace) -> "list[Wish]":
-    """What is to be sent and when. Given texts have no lengths yet."""
+    """The wishes: lengths or texts, with times. Given texts (ShareGPT) have no lengths yet."""
     import numpy as np
 
     from weft.load import workload
@@ -389,7 +392,7 @@ def _counter(arguments: argparse.Namespace, client: "Client") -> "Count":
 
 
 async def _context(client: "Client") -> int | None:
-    """Tokens of the model's context, where the server tells."""
+    """The model's context length in tokens; None if the server does not report it."""
     models = await client.get("/v1/models")
     for model in (models or {}).get("data", ()):
         if model.get("id") == client.model and model.get("max_model_len"):
@@ -416,7 +419,7 @@ def _figures(
     }
     try:
         window = Window.of(run.replies, arguments.warmup, arguments.cooldown)
-    except OptionError as error:  # interrupted early, or a closed loop that was quick
+    except OptionError as error:  # the run was interrupted early, or a closed loop ended early
         print(f"weft: {error}; all requests are counted", file=sys.stderr)
         window = Window(0.0, math.inf)
     counted = {"warmup_s": arguments.warmup, "cooldown_s": arguments.cooldown}
@@ -424,7 +427,7 @@ def _figures(
 
 
 def _timing(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What said when requests were to be sent: a trace has its own times, and all else has no scale."""
+    """The settings of the send times. With a trace: its name and scale. Otherwise: rate, burstiness and pattern."""
     if arguments.trace is not None:
         own = dict.fromkeys(("request_rate", "burstiness", "pattern"))
         return {**own, "trace": arguments.trace.name, "rate_scale": arguments.rate_scale}
@@ -439,7 +442,7 @@ def _timing(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_caveats(found: dict[str, Any], beside: str = "") -> None:
-    """What a reader must know; `beside` says of which run."""
+    """Prints the caveats of a run. `beside` is a prefix that names the run."""
     from weft.load.figures import caveats
 
     for caveat in caveats(found):
@@ -517,7 +520,7 @@ def _detailed(run: "Run") -> list[dict[str, Any]]:
 
 
 def _as_vllm(requests: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The same by vLLM's names: one list of each kind, in seconds; a first chunk's time counts from when it was due."""
+    """The requests in vLLM's format: one list per quantity, in seconds. A TTFT counts from the request's due time."""
     times = [request["times"] for request in requests]
     return {
         "input_lens": [request["prompt_tokens"] for request in requests],

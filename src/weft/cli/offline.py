@@ -1,4 +1,4 @@
-"""`weft bench offline`: throughput of requests that are all there from the start."""
+"""`weft bench offline`: throughput of requests that are all submitted at the start."""
 
 import argparse
 import sys
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--num-prompts {arguments.num_prompts} is more than the {len(jobs)} of {arguments.workload}: lower it"
             )
         jobs = jobs[: arguments.num_prompts]
-    # Drawing the bar takes the processor from the loop, so there is none where nobody looks at it.
+    # The progress bar takes CPU time from the loop, so it is shown only on a terminal.
     show = arguments.progress and sys.stderr.isatty()
     with subject(arguments.shape, shape_options(arguments, arguments.max_num_seqs)) as found:
         print_subject(found)

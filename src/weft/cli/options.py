@@ -1,4 +1,4 @@
-"""Arguments that several commands share: the engine's and the sampling ones."""
+"""Arguments that several commands share: engine and sampling options."""
 
 import argparse
 import os
@@ -59,12 +59,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """vLLM's other way to name the model."""
+    """Adds --model, vLLM's other way to name the model."""
     parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same as MODEL without --model")
 
 
 def choose_model(arguments: argparse.Namespace) -> None:
-    """Sets `model` to what either way names."""
+    """Sets `model` from the positional MODEL or from --model."""
     named, default = arguments.named_model, os.environ.get("WEFT_MODEL", "").strip()
     if arguments.model is not None and named not in (None, arguments.model, default):
         raise OptionError(f"MODEL {arguments.model} and --model {named}: give one of them")
@@ -104,13 +104,13 @@ def add_promise_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `LLM` takes, from parsed arguments."""
+    """Keyword arguments of `LLM` from parsed arguments."""
     names = [field.name for field in fields(EngineOptions) if field.name != "seed"]
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 
 def serve_arguments(arguments: argparse.Namespace) -> list[str]:
-    """The engine's arguments as `weft serve` takes them."""
+    """The engine's options as command-line arguments of `weft serve`."""
     names = [field.name for field in fields(EngineOptions) if field.name not in ("model", "seed")]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
     caches = given.pop("enable_prefix_caching")
@@ -134,14 +134,14 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
-    """What was given on the command line, over the defaults."""
+    """The defaults, overridden by the values from the command line."""
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     return replace(defaults or SamplingParams(), **given)
 
 
 def _tokens(text: str) -> int | None:
-    """A number of tokens, also as 32k (32,000) or 32K (32,768) as in vLLM; auto leaves it to the model."""
+    """A number of tokens, also as 32k (32,000) or 32K (32,768), as in vLLM; None for auto, which uses the model's."""
     if text in ("auto", "-1"):
         return None
     unit = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}.get(text[-1:], 1)

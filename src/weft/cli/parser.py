@@ -1,4 +1,4 @@
-"""Parser: argparse whose errors are one line, name the nearest option, and name the help of their own command."""
+"""Parser: argparse with errors of one line, which name the nearest option and the help of the command."""
 
 import argparse
 import difflib
@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Commands made with `add_subparsers` are Parsers as well."""
+    """An ArgumentParser with short errors. Commands made with `add_subparsers` are Parsers as well."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         given = list(sys.argv[1:] if args is None else args)
-        if self._subparsers is None:  # else they are for a command, which knows its options
+        if self._subparsers is None:  # otherwise a subcommand checks its options
             self._check_names(given)
         found, extra = super().parse_known_args(given, namespace)
         if extra:
@@ -25,16 +25,16 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"weft: {' '.join(message.split())} (see {self.prog} --help)\n")
 
     def _check_names(self, given: Sequence[str]) -> None:
-        """Before anything else is found wrong: what is missing may have been misspelt."""
+        """Reports unknown options before argparse reports missing ones, which may only be misspelt."""
         for argument in given:
-            if argument == "--":  # behind it there are no options
+            if argument == "--":  # no options follow it
                 return
             name = argument.partition("=")[0]
             if name.startswith("--") and " " not in argument and not self._knows(name):
                 self.error(f"{name} is unknown{self._nearest(name)}")
 
     def _knows(self, name: str) -> bool:
-        """Also a name that is cut short."""
+        """Whether this is an option or, as in argparse, the beginning of one."""
         return any(option.startswith(name) for option in self._option_string_actions)
 
     def _nearest(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""`weft bench sweep`: a server under rising load, and the highest rate at which it keeps its goals."""
+"""`weft bench sweep`: measures a server at several rates, and finds the highest rate at which it keeps its goals."""
 
 import argparse
 import math
@@ -21,9 +21,9 @@ COLUMNS = (
     "p99_ttft_ms",
     "p99_gap_ms",
 )
-ERRORS = 3  # that are told of a run
-FIND_SECONDS = 60.0  # of each run with --find: a hundred requests at a high rate are over before a queue shows
-# What of the arguments does not change what is measured.
+ERRORS = 3  # kinds of errors that are printed per run
+FIND_SECONDS = 60.0  # of each run with --find: at a high rate, 100 requests end before a queue builds up
+# Arguments that do not change what is measured.
 BESIDE = {"run", "command", "kind", "variant", "rates", "find", "hold", "out", "progress", "request_rate", "api_key"}
 
 EPILOG = """\
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace, low: float, high: float) -> int:
-    """How many requests were completed in all."""
+    """Measures all variants. Returns the total number of completed requests."""
     from weft.load.sweep import Lines, highest, keeps_up, middle_rates, pace
     from weft.load.variants import Variant, parse_variants, running
 

@@ -124,7 +124,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def _add_answers(add: Any) -> None:
-    """What answers look like, and what they may ask for."""
+    """Adds options on the format and the limits of answers."""
     add(
         "--max-logprobs",
         type=int,
@@ -146,7 +146,7 @@ def _add_answers(add: Any) -> None:
 
 
 def _add_transport(add: Any) -> None:
-    """How clients reach the server."""
+    """Adds options on how clients reach the server."""
     add("--ssl-certfile", metavar="FILE", help="speak HTTPS with this certificate (chain), PEM (default: HTTP)")
     add("--ssl-keyfile", metavar="FILE", help="the certificate's key, PEM, not encrypted (default: in --ssl-certfile)")
     add(
@@ -177,7 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _reasoning_parser(arguments: argparse.Namespace) -> str:
-    """May be given in two places, as in vLLM."""
+    """The reasoning parser. It may be given by two options, as in vLLM."""
     own: str = arguments.reasoning_parser
     other: str = (arguments.structured_outputs_config or {}).get("reasoning_parser", own)
     if "auto" not in (own, other) and own != other:
@@ -185,12 +185,13 @@ def _reasoning_parser(arguments: argparse.Namespace) -> str:
     return other if own == "auto" else own
 
 
-MOST_REQUESTS = 8192  # that wait, by default: what they hold of memory is bounded, and so is what planning them costs
-MOST_TOKENS = 2**24  # of their prompts: 64 MiB of token ids
+MOST_REQUESTS = 8192  # default limit of waiting requests: bounds their memory and the time to plan them
+MOST_TOKENS = 2**24  # default limit of their prompt tokens: 64 MiB of token ids
 
 
 class _Several(argparse.Action):
-    """One value each time it is given. The first takes the place of the default, which may be from the environment."""
+    """Appends one value per use of the option. The first value replaces the default, which may be from the
+    environment."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         before = getattr(namespace, self.dest)
@@ -198,7 +199,8 @@ class _Several(argparse.Action):
 
 
 def _promises_of_a_server(parser: argparse.ArgumentParser) -> None:
-    """A server has targets even where none is set; only those that are set are promises. Its queue is bounded."""
+    """Changes the defaults for a server: it aims at targets even if none is set, but promises only targets that are
+    set, and its queue is limited."""
     aimed = "default: nothing is promised, and {} is aimed at"
     auto = aimed.format("50, or two measured decode steps where that is more,")
     for name, about in (
@@ -226,7 +228,7 @@ def _gap(text: str) -> float | None:
 
 
 def read_environment(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:
-    """Takes defaults from WEFT_... variables; what is wrong with one is said when the command runs."""
+    """Sets defaults from WEFT_... variables. A bad value is reported when the command runs."""
     misread: list[OptionError] = []
     for action in parser._actions:
         if not action.option_strings or action.dest == "help" or isinstance(action, Foreign):
@@ -236,7 +238,7 @@ def read_environment(parser: argparse.ArgumentParser, environment: Mapping[str, 
         if not text or "." in name:  # no shell can set a variable with a dot
             continue
         if action.dest == "port" and text.startswith("tcp://"):
-            continue  # Kubernetes sets it so in all containers beside a service with our name
+            continue  # Kubernetes sets WEFT_PORT like this in all containers next to a service named weft
         try:
             action.default = _from_environment(name, action, text)
         except OptionError as error:
@@ -251,10 +253,10 @@ def _from_environment(name: str, action: argparse.Action, text: str) -> Any:
             raise OptionError(f"{name}={text!r} is neither true nor false: write 1 or 0")
         return lowered in ("1", "true", "yes", "on")
     if action.dest == "allowed_origins" and text.lstrip().startswith("["):
-        return [text]  # a list in JSON, as on the command line
+        return [text]  # a JSON list, as on the command line
     if isinstance(action.default, list):
         parts = text.replace(",", " ").split()
-        if not parts:  # a server that is believed to have a key must not be open
+        if not parts:  # an empty key list must not leave the server open
             raise OptionError(f"{name}={text!r} has no value in it: write one, or several with commas between them")
         return parts
     if action.choices is not None and text not in action.choices:

@@ -1,4 +1,4 @@
-"""Arguments that the benchmarks of a device share: the shape of the model, and the engine that it runs in."""
+"""Arguments that the device benchmarks share: the shape of the model, and the engine's options."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from weft.engine.options import EngineOptions
 from weft.errors import EngineError, OptionError
 
 SHAPE_HELP = f"of the model: {', '.join(SHAPES)}, or a DIRECTORY with a config.json"
-CHUNK = {"cuda": 16_384, "cpu": 2048}  # tokens a step
+CHUNK = {"cuda": 16_384, "cpu": 2048}  # default of --max-num-batched-tokens
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def shape_options(arguments: argparse.Namespace, max_num_seqs: int) -> EngineOptions:
-    """The engine that the arguments describe; prefix caching would only remember what never comes again."""
+    """Engine options from the arguments. Prefix caching is off: no prompt is repeated."""
     chunk = arguments.max_num_batched_tokens
     if chunk is None:
         chunk = max(CHUNK[device_kind(arguments.device)], max_num_seqs)
@@ -58,7 +58,7 @@ def shape_options(arguments: argparse.Namespace, max_num_seqs: int) -> EngineOpt
 
 
 def device_kind(name: str) -> str:
-    """cuda or cpu; an impossible device is refused when the engine is built."""
+    """cuda or cpu. An invalid device is rejected later, when the engine is built."""
     if name == "auto":
         return chosen_device(name).type
     return "cuda" if name.startswith("cuda") else "cpu"
@@ -74,7 +74,7 @@ def print_subject(subject: Subject) -> None:
 
 
 def described(subject: Subject) -> dict[str, Any]:
-    """For JSON."""
+    """The subject's properties for JSON."""
     return {
         "shape": subject.shape,
         "device": subject.device_name,

@@ -1,4 +1,4 @@
-"""`weft simulate`: plays a trace, or invented traffic, against the scheduler that serves, under a virtual clock."""
+"""`weft simulate`: plays a trace, or synthetic traffic, against the real scheduler, under a virtual clock."""
 
 import argparse
 import json
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     profile = load_profile(arguments.profile)
     names = (arguments.compare or arguments.policy).split(",")
     for name in names:
-        make_policy(name, profile)  # an unknown one is found before the work
+        make_policy(name, profile)  # an unknown name is reported before the work
     trace, left_out = _trace(arguments, profile.max_model_len)
     targets = Targets(
         gap=arguments.gap_target_ms / 1000,
@@ -132,7 +132,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _trace(arguments: argparse.Namespace, max_model_len: int) -> "tuple[Trace, int]":
-    """What is played, and how many requests are left out because they are longer than the context."""
+    """The trace to play, and the number of requests left out because they are longer than the context."""
     from weft.sim.traces import load_trace
     from weft.sim.workloads import parse_workload
 

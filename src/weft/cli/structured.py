@@ -1,6 +1,6 @@
-"""`--structured-outputs-config`, as vLLM has it: a JSON object, or one field at a time behind a dot.
+"""`--structured-outputs-config`, as in vLLM: a JSON object, or one field at a time after a dot.
 
-weft has one backend, llguidance. A field is accepted where it asks for what weft does, and refused by name elsewhere.
+weft has one backend, llguidance. A field is accepted if its value is what weft does, and rejected by name otherwise.
 """
 
 import argparse
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 NAME = "structured-outputs-config"
-SO_HERE = {  # values that say what weft does in any case
+SO_HERE = {  # values that match what weft always does
     "backend": ("auto", "guidance"),
     "disable_fallback": (True, False),  # there is no other backend to fall back on
     "disable_any_whitespace": (False,),
@@ -21,7 +21,7 @@ WORDS = {"true": True, "false": False}
 
 
 def add_structured_arguments(add: Any) -> None:
-    """`add` is the add_argument of a group. All values are merged into `structured_outputs_config`, a dict."""
+    """Adds the options; `add` is a group's add_argument. Values merge into the dict `structured_outputs_config`."""
     add(
         f"--{NAME}",
         type=config,
@@ -62,7 +62,7 @@ def _check(field: str, value: Any) -> None:
     if field not in FIELDS:
         raise argparse.ArgumentTypeError(f"{field!r:.40} is not known here: choose of {', '.join(FIELDS)}")
     if field == "reasoning_parser" and isinstance(value, str):
-        return  # checked as --reasoning-parser is
+        return  # checked later, like --reasoning-parser
     known = SO_HERE.get(field, ())
     if not any(value is one or (value == one and isinstance(value, str)) for one in known):
         shown = " or ".join(json.dumps(one).strip('"') for one in known) or "a name"

@@ -1,4 +1,4 @@
-"""`weft sweep`: capacity and goodput of every policy over rates and gap targets, and the tables that compare them."""
+"""`weft sweep`: capacity and goodput of every policy over rates and gap targets, with tables that compare them."""
 
 import argparse
 import os
@@ -77,14 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _tell_estimate(arguments: argparse.Namespace, runs: "list[Run]", jobs: int) -> None:
     share = sum(arguments.only in run.name for run in runs) / len(runs)
     if not share:
-        return  # said as an error
+        return  # `sweep` reports it as an error
     why = f"with {jobs} processes, less where {arguments.out} has runs already; it may be stopped, and goes on"
     tell_estimate(SWEEP * share / min(jobs, os.cpu_count() or 1), why)
 
 
 @contextmanager
 def _growing_bar(show: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar whose total grows, as peaks are found and looked at more closely."""
+    """A progress bar with a growing total: peaks that are found need more runs near them."""
     if not show:
         yield lambda done, total: None
         return
@@ -92,7 +92,7 @@ def _growing_bar(show: bool) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Refreshed by hand: a thread that draws would be caught in the middle when the workers are forked.
+    # Refreshed manually: a drawing thread is not safe when the workers are forked.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
         task = bar.add_task("", total=None)
 

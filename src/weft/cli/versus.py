@@ -1,4 +1,4 @@
-"""`weft bench ab` and `weft bench compare`: servers, or policies, against each other."""
+"""`weft bench ab` and `weft bench compare`: compare servers or policies."""
 
 import argparse
 import json
@@ -82,12 +82,12 @@ def run_ab(arguments: argparse.Namespace) -> int:
         print(f"run {number} of {len(order)}: {name}", file=sys.stderr, flush=True)
         try:
             with running(variants[name], api_key(arguments)) as url:
-                # Other words for each: two variants may be one server, or share a cache.
+                # Other prompts for each run: two variants may be one server, or share a prefix cache.
                 found = measured(arguments, url, words + number)
             was_interrupted = found["was_interrupted"]
         except KeyboardInterrupt:
             was_interrupted = True
-        except EngineError as error:  # what is known by then is told
+        except EngineError as error:  # the results so far are still shown
             print(f"weft: {error}", file=sys.stderr)
             break
         if was_interrupted:
@@ -134,7 +134,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def _note_differences(runs: dict[str, dict[str, Any]]) -> None:
-    """Files that were not measured alike compare what was asked for rather than who was asked."""
+    """Prints a note if the files were measured with different settings: then they compare settings, not servers."""
     for key in ("request_rate", "model_id", "trace"):
         told = {name: run[key] for name, run in runs.items() if key in run}
         if len({json.dumps(value) for value in told.values()}) > 1:
@@ -145,7 +145,7 @@ def _note_differences(runs: dict[str, dict[str, Any]]) -> None:
 
 
 def _show(runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Medians, and how the others differ from the first."""
+    """Prints medians, and the ratios of the other variants to the first."""
     from weft.load.versus import COMPARED, comparison, medians
 
     whole = min(map(len, runs.values()))
@@ -170,7 +170,7 @@ def _show(runs: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def _failed(runs: list[dict[str, Any]]) -> str:
-    """Other tools' files may not tell."""
+    """Total of failed requests; "-" if a file of another tool does not have it."""
     counts = [run["failed"] for run in runs if isinstance(run.get("failed"), int)]
     return str(sum(counts)) if len(counts) == len(runs) else "-"
 

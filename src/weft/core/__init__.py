@@ -1,4 +1,4 @@
-"""The pure heart: what every request does in every step. No tensors, no clock, no I/O, no token values."""
+"""The scheduler core: decides what each request does in each step. No tensors, no clock, no I/O, no token values."""
 
 from weft.core.blocks import BlockPool
 from weft.core.cost import Coefficients, CostModel, StepShape

@@ -1,4 +1,4 @@
-"""Admission: which requests are refused at once, before anything is computed for them, and which may start now."""
+"""Admission: which requests are refused before any work is done for them, and which may start now."""
 
 import math
 from bisect import insort
@@ -15,50 +15,53 @@ from weft.core.lineup import Lineup
 from weft.core.request import Request
 
 MEMORY = 10.0  # seconds over which the load is averaged
-MOST_LOAD = 0.6  # more than this is not believed
-SURELY = 4.0  # times its work: a prompt that is given so long is read in time by an idle machine
-HOPE = 2.0  # times as fast as of late memory may come free; who would be late even so is hopeless
+MOST_LOAD = 0.6  # upper bound of the load; a higher estimate is not trusted
+SURELY = 4.0  # times its prefill time: with a longer target, an idle machine is surely on time
+HOPE = 2.0  # times the recent rate at which memory is freed; a request that is late even so is hopeless
 
 
-MakeLineup = Callable[[Sequence[Request]], Lineup]  # with these newcomers in it
+MakeLineup = Callable[[Sequence[Request]], Lineup]  # builds the line-up with these new requests
 
 
 class Screened(NamedTuple):
-    """What became of newcomers."""
+    """Result of screening new requests."""
 
     kept: Sequence[Request]
     refused: Sequence[Request] = ()
-    left: Sequence[Request] = ()  # for the next plan: this one has looked at enough
+    left: Sequence[Request] = ()  # undecided; left for the next plan to limit the time of this one
 
 
 class Admission(Protocol):
     def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> Screened:
-        """Decides on newcomers, all of one class, in their order. `lineup` gives all prompts that are not computed yet,
-        the newcomers included, in the order of service. The cost model is asked about `visits` of them or few more."""
+        """Decides on new requests. They are all of one class and in screening order.
+
+        `lineup` returns all prompts that are not computed yet, with the newcomers, in the order of service. The cost
+        model is asked about `visits` of them or a few more.
+        """
         ...
 
     def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
-        """Whether a request that has not started could not keep its promise even if it were the next."""
+        """Whether a request that has not started would miss its promise even if it were served next."""
         ...
 
     def may_join(self, after: StepShape, gap: float) -> bool:
-        """Whether a prefill may start, given the decode step that it will later be part of."""
+        """Whether a prefill may start. `after` is the decode step that it will join later, `gap` the promised gap."""
         ...
 
     def has_slack(self, after: StepShape, alone: StepShape, gap: float, soft_gap: float, joins: bool) -> bool:
-        """Whether batch requests may be in a decode step: `after` is the step with them, `alone` the one without.
+        """Whether batch requests may be in a decode step. `after` is the step with them, `alone` the step without.
 
         `joins`: one of them is about to start.
         """
         ...
 
     def is_possible(self, prefill: Prefill) -> bool:
-        """Whether an idle machine could bring this request's first token in time."""
+        """Whether an idle machine could give this request's first token in time."""
         ...
 
 
 class AdmitAll:
-    """No request is refused, however long the queue."""
+    """Refuses no request, however long the queue is."""
 
     def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> Screened:
         return Screened(newcomers)
@@ -77,7 +80,7 @@ class AdmitAll:
 
 
 class DeadlineAdmission:
-    """Keeps the requests whose first token can be promised in time without breaking an earlier promise."""
+    """Admits a request if its first token will be on time and no earlier promise is broken."""
 
     def __init__(self, cost: CostModel, allowance: Allowance) -> None:
         self.cost = cost
@@ -85,10 +88,12 @@ class DeadlineAdmission:
         self._loads = _Loads()
 
     def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> Screened:
-        """Forecasts the queue with all newcomers in it. Where a promise would be broken, the newest of the newcomers
-        that are served before it are refused, as many as it takes, and the rest is forecast again.
+        """Forecasts the queue with all newcomers, and refuses some if a promise would be broken.
+
+        It refuses newcomers that are served before the broken promise, the last in screening order first, as many as
+        needed. Then it forecasts the rest again.
         """
-        if newcomers[0].batch:  # the batch class is promised nothing, and goes behind all that are
+        if newcomers[0].batch:  # batch requests have no promise and are served last
             return Screened(newcomers)
         self._loads.decay(load.start)
         everything = lineup(newcomers)
@@ -103,7 +108,7 @@ class DeadlineAdmission:
                 break
         if refused or found.waited.any():
             self._predict(everything, refused, load, screening.busy)
-        if victims:  # whether the others can be kept is not proved yet
+        if victims:  # not known yet whether the remaining ones are on time
             return Screened([], refused, screening.newcomers)
         for place in screening.lineup.newcomers:
             request = screening.lineup.at(place)
@@ -114,8 +119,7 @@ class DeadlineAdmission:
         return Screened(screening.newcomers, refused)
 
     def _predict(self, lineup: Lineup, refused: Sequence[Request], load: StepLoad, busy: float) -> None:
-        """Notes when the newcomers' first tokens will come, and those of the refused would have, each without the
-        others that are refused with it."""
+        """Sets `predicted_ttft` of all newcomers. For a refused one, the other refused ones are left out."""
         gone = set(refused)
         left_out = np.zeros(len(lineup.order), np.bool_)
         left_out[[place for place in lineup.newcomers if lineup.at(place) in gone]] = True
@@ -126,7 +130,11 @@ class DeadlineAdmission:
                 request.predicted_ttft = float(expected[place]) - request.arrival
 
     def minds(self, request: Request, newcomer: Request) -> bool:
-        """Whether a newcomer must not make this one late. It may, where that one's tenant loads the device more."""
+        """Whether `newcomer` must not make `request` late.
+
+        It may if `request` is a batch request, is of a lower class or has its first token already. It also may if the
+        tenant of `request` loads the device more than the tenant of `newcomer`.
+        """
         if request is newcomer:
             return True
         if request.batch or request.rank[:2] > newcomer.rank[:2] or request.first_token is not None:
@@ -134,7 +142,7 @@ class DeadlineAdmission:
         return request.tenant == newcomer.tenant or self._loads.of(request.tenant) <= self._loads.of(newcomer.tenant)
 
     def busy(self, tenant: str) -> float:
-        """The load that a tenant's next request meets."""
+        """Load that the next request of a tenant will meet, at most MOST_LOAD."""
         return min(self._loads.before(tenant), MOST_LOAD)
 
     def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
@@ -143,10 +151,10 @@ class DeadlineAdmission:
             return False
         pace = self.allowance.pace(self.cost, load.beside, first)
         seconds = self.cost.coefficients.prefill_seconds(first, count) * self.cost.bias
-        wait = 0.0  # for memory
-        if load.freed is not None and not request.sibling:  # completions of one prompt share it
+        wait = 0.0  # seconds until there is memory
+        if load.freed is not None and not request.sibling:  # completions of one prompt share its memory
             wait = max(0.0, count - load.free) / load.freed / HOPE
-        end = load.start + wait + (seconds / pace if pace > 0 else seconds)  # decodes that fill the step now may end
+        end = load.start + wait + (seconds / pace if pace > 0 else seconds)  # decodes that fill the step may end
         if end <= request.deadline:
             return False
         request.predicted_ttft = end - request.arrival
@@ -162,31 +170,31 @@ class DeadlineAdmission:
         late = seconds * self.cost.decode.tail
         if late > BATCH_SHARE * gap:
             return False
-        # A default target that the others miss without the batch class does not keep it out for ever.
+        # A default target that is missed even without batch requests must not keep them out for ever.
         return late <= BATCH_SHARE * soft_gap or seconds <= BATCH_DELAY * self.cost.predict(alone)
 
     def is_possible(self, prefill: Prefill) -> bool:
         request, first, left = prefill
         if SURELY * self.cost.coefficients.prefill_seconds(first, left) * self.cost.bias < request.ttft_target:
-            return True  # most prompts: no need for a forecast
+            return True  # most prompts need no forecast
         idle = StepLoad(prefill.request.arrival, StepShape(), math.inf)
         alone = forecast(self.cost, self.allowance, idle, Rows.of([prefill.pack()]), 0.0)
         return bool(alone.ends[0] <= prefill.request.deadline)
 
 
 class _Screening:
-    """Newcomers among the prompts that are not computed yet, in the order of service."""
+    """One screening: new requests among all prompts that are not computed yet, in the order of service."""
 
     def __init__(self, admission: DeadlineAdmission, newcomers: Sequence[Request], lineup: Lineup) -> None:
         self.admission = admission
         self.lineup = lineup
         self.newcomers = list(newcomers)
-        self._number = {request: number for number, request in enumerate(newcomers)}  # the last is the newest
+        self._number = {request: number for number, request in enumerate(newcomers)}  # screening order
         self._loads = {tenant: admission.busy(tenant) for tenant in {request.tenant for request in newcomers}}
         self.busy = max(self._loads.values(), default=0.0)
 
     def remove(self, places: Sequence[int]) -> list[Request]:
-        """Takes newcomers out of the line-up; returns them."""
+        """Removes the newcomers at these positions from the line-up. Returns them."""
         gone = [self.lineup.at(place) for place in places]
         self.lineup = self.lineup.without(places)
         left_out = set(gone)
@@ -194,15 +202,16 @@ class _Screening:
         return gone
 
     def victims(self, found: Forecast) -> list[int]:
-        """The places of newcomers to refuse: the newest of those before a promise that would be broken.
+        """Positions of newcomers to refuse: at or before a promise that would be broken.
 
-        A prompt that is late needs their time; one that finds no room among the decodes needs the place of one.
+        The last in screening order is refused first. A late prompt needs the prefill time of refused newcomers. A
+        prompt without room in the decode batch needs the place of one of them.
         """
         late = self._lateness(found)
         gone: set[int] = set()
-        before: list[int] = []  # places of newcomers up to here that may be refused, the newest last
+        before: list[int] = []  # positions of newcomers up to here that may be refused, in screening order
         unseen = deque(self.lineup.newcomers)
-        relief, freed = 0.0, 0  # seconds and places among the decodes that refusals have given back
+        relief, freed = 0.0, 0  # seconds and places in the decode batch that refusals free
         for place in np.flatnonzero(late > 0).tolist():
             while unseen and unseen[0] <= place:
                 one = unseen.popleft()
@@ -228,12 +237,12 @@ class _Screening:
         return self.admission.minds(self.lineup.at(place), self.lineup.at(newcomer))
 
     def _lateness(self, found: Forecast) -> Array:
-        """Seconds by which each first token would be late; infinite where it finds no room.
+        """Seconds by which each first token would be late; infinite if the prompt finds no room.
 
-        While a newcomer is read, others will come with less slack and go before it: as in a queue with priorities, its
-        own work takes 1 / (1 - load) times as long.
+        While a newcomer is prefilled, requests with less slack will arrive and go before it. As in a queue with
+        priorities, its prefill takes 1 / (1 - load) times as long.
         """
-        with np.errstate(invalid="ignore"):  # no room, and no promise either
+        with np.errstate(invalid="ignore"):  # no room and no promise: inf - inf
             late = np.nan_to_num(
                 found.ends - self.lineup.rows.deadline, nan=-math.inf, posinf=math.inf, neginf=-math.inf
             )
@@ -244,7 +253,7 @@ class _Screening:
 
 
 class _Loads:
-    """Seconds of prefill work that were accepted in a second, of late, from each tenant."""
+    """Recent load of each tenant: seconds of prefill work accepted per second."""
 
     def __init__(self) -> None:
         self._of: dict[str, float] = {}
@@ -262,6 +271,9 @@ class _Loads:
         return self._of.get(tenant, 0.0)
 
     def before(self, tenant: str) -> float:
-        """The load that a tenant's next request meets: others count up to its own, since who got less goes first."""
+        """Load that the next request of a tenant will meet.
+
+        The load of each other tenant counts up to the load of this one, since the least served tenant goes first.
+        """
         own = self.of(tenant)
         return sum(min(load, own) for load in self._of.values())

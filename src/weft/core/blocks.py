@@ -1,4 +1,4 @@
-"""BlockPool: who holds which KV block, and in which order unused ones are given out again."""
+"""BlockPool: reference counts of KV blocks, and the order in which free blocks are reused."""
 
 from collections.abc import Callable, Container, Sequence
 
@@ -6,9 +6,8 @@ from collections.abc import Callable, Container, Sequence
 class BlockPool:
     """Reference counts and a free list of block ids.
 
-    The free list is doubly linked through two arrays, so that a block which the prefix cache still knows can be taken
-    out of its middle in O(1). Its front is given out first: blocks without content worth keeping, then the least
-    recently released ones.
+    The free list is doubly linked through two arrays, so that a cached block can be removed from its middle in O(1).
+    Blocks are allocated from its front: first blocks without content to keep, then the least recently released ones.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -17,18 +16,18 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.refs = [0] * num_blocks
-        # Names blocks whose content is about to be lost; the prefix cache listens.
+        # Called with newly allocated blocks, which lose their old content. The prefix cache sets it.
         self.on_evict: Callable[[list[int]], None] = lambda blocks: None
         self._end = num_blocks  # sentinel: next[end] is the front, prev[end] the back
         self._next = [*range(1, num_blocks + 1), 0]
         self._prev = [num_blocks, *range(num_blocks)]
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks, each with one reference. The caller has made sure that they are there."""
+        """Takes `count` free blocks, each with one reference. Raises ValueError if there are fewer."""
         if count > self.num_free:
             raise ValueError(f"{count} blocks asked of a pool with {self.num_free} free")
         taken: list[int] = []
-        following, refs = self._next, self.refs  # a long prompt takes thousands at once
+        following, refs = self._next, self.refs  # local names: a long prompt takes thousands of blocks at once
         block = following[self._end]
         for _ in range(count):
             taken.append(block)
@@ -47,9 +46,10 @@ class BlockPool:
         self.refs[block] += 1
 
     def release(self, blocks: Sequence[int], keep: Container[int] = ()) -> None:
-        """Drops one reference each. Unused blocks with content to keep queue at the back, the others at the front.
+        """Drops one reference per block. Unused blocks go to the back of the free list if in `keep`, else to the front.
 
-        Blocks come in table order and are released from the tail, so that a prefix outlives what hangs on it.
+        `blocks` is in block table order. They are released from the tail, so that a prefix is evicted after the blocks
+        that depend on it.
         """
         refs = self.refs
         kept: list[int] = []
@@ -63,7 +63,7 @@ class BlockPool:
         self._link(kept, self._end)
 
     def free_blocks(self) -> list[int]:
-        """The free list, next to be given out first."""
+        """The free list; the next block to allocate comes first."""
         order, block = [], self._next[self._end]
         while block != self._end:
             order.append(block)
@@ -85,7 +85,7 @@ class BlockPool:
         self.num_free -= 1
 
     def _link(self, blocks: list[int], after: int) -> None:
-        """Puts blocks into the free list, in this order, in front of `after`."""
+        """Inserts blocks into the free list, in this order, in front of `after`."""
         following, previous = self._next, self._prev
         before = previous[after]
         for block in blocks:

@@ -1,4 +1,4 @@
-"""Budgets: how many prefill tokens a step may carry beside its decodes, in tokens or in seconds of predicted time."""
+"""Budgets: how much prefill a step may carry besides its decodes, in tokens or in seconds of predicted time."""
 
 import math
 from typing import NamedTuple, Protocol
@@ -6,30 +6,30 @@ from typing import NamedTuple, Protocol
 from weft.core.cost import CostModel, StepShape
 from weft.core.turnover import NONE_DECODES, Ends
 
-IDLE_STEP = 0.25  # seconds a step may take where nobody decodes, so that a newcomer never waits behind an enormous one
-LEAST_SLICE = 16  # tokens
-HARMLESS = 0.95  # of the pace of prefill: what is left of it if a wish for a smaller gap is to be granted
-BATCH_SHARE = 0.5  # of the tightest gap: most that a decode step may take for the batch class to be in it
+IDLE_STEP = 0.25  # seconds that a step may take if no decode has a gap target; bounds the wait of a new request
+LEAST_SLICE = 16  # tokens of the smallest slice
+HARMLESS = 0.95  # share of the prefill pace that must remain if a wish for a smaller gap is granted
+BATCH_SHARE = 0.5  # share of the tightest gap that a decode step with batch requests may take
 BATCH_JOINS = (
-    0.9  # of that: most for another batch request to start, so that it is not preempted again in the next step
+    0.9  # share of that limit at which another batch request may start, so that it is not preempted in the next step
 )
-BATCH_DELAY = 1.25  # times a step without the batch class: what one with it may take if a default gap is missed anyway
-YIELDS = 0.8  # of `chunked`'s pace of prefill: a default gap target gives way where it would leave less
-STARVED = 0.25  # of the same: where a promised gap leaves less, the operator is told
+BATCH_DELAY = 1.25  # times a step without batch requests: limit of a step with them if a default gap is missed anyway
+YIELDS = 0.8  # share of `chunked`'s prefill pace; a default gap target that leaves less is relaxed
+STARVED = 0.25  # share of `chunked`'s prefill pace; the operator is told if a promised gap leaves less
 
 
 class StepLoad(NamedTuple):
-    """What a policy may look at when the decodes of a step are settled."""
+    """State of a step after its decodes are chosen: the input of a policy."""
 
-    start: float  # when the step will begin: now, or when the one in flight is predicted to end
-    shape: StepShape  # of the decodes
-    gap: float  # seconds; the tightest promised gap among them, infinite where there is none
-    soft_gap: float = math.inf  # seconds; the tightest default gap target among them, which gives way
-    ends: Ends = NONE_DECODES  # when they end
-    crowded: bool = False  # whether batch requests, which are not counted here, decode beside them
-    wish: float = math.inf  # seconds; the tightest gap that one of them wishes for beyond what all are promised
-    free: float = math.inf  # tokens of KV memory that newcomers find
-    freed: float | None = None  # tokens that come free in a second; None: not known
+    start: float  # start time of the step: now, or the predicted end of the step in flight
+    shape: StepShape  # the decodes alone
+    gap: float  # seconds; tightest promised gap of the decodes, infinite if there is none
+    soft_gap: float = math.inf  # seconds; tightest default gap target of the decodes, which may be relaxed
+    ends: Ends = NONE_DECODES  # when the decodes end
+    crowded: bool = False  # whether batch requests, not counted here, decode in the same step
+    wish: float = math.inf  # seconds; tightest gap wish of the decodes, below what all are promised
+    free: float = math.inf  # tokens of KV memory that new requests can use
+    freed: float | None = None  # tokens of KV memory freed per second; None: unknown
 
     @property
     def beside(self) -> "Beside":
@@ -37,12 +37,12 @@ class StepLoad(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """The decodes that a prefill shares its steps with."""
+    """The decodes that share steps with a prefill."""
 
     decodes: int
-    context: float  # tokens that they read
-    gap: float  # seconds; the tightest promised gap among them
-    soft_gap: float = math.inf  # seconds; the tightest default target among them
+    context: float  # tokens of context that they read
+    gap: float  # seconds; tightest promised gap
+    soft_gap: float = math.inf  # seconds; tightest default gap target
 
     @property
     def has_target(self) -> bool:
@@ -50,52 +50,52 @@ class Beside(NamedTuple):
 
 
 class Budget(Protocol):
-    """What a step has left for prefill slices."""
+    """Remaining budget of a step for prefill slices."""
 
     reason: str
 
     def room(self, first: int, wanted: int) -> int:
-        """Tokens that a slice behind `first` may have, at most `wanted`."""
+        """Tokens that a slice starting at position `first` may have, at most `wanted`."""
         ...
 
     def take(self, first: int, count: int) -> None: ...
 
     def tighten(self, seconds: float) -> None:
-        """The step is to end within so many seconds if it can: a first token that it brings is promised by then."""
+        """Asks for the step to end within `seconds`: it gives a first token that is due then."""
         ...
 
     def limit_batch(self) -> None:
-        """Only batch prompts follow: a default gap target does not give way to them."""
+        """Called before the first batch prompt: a default gap target is not relaxed for batch prompts."""
         ...
 
 
 class Allowance(Protocol):
-    """Makes the budget of each step, and can say ahead how fast prefill will get on with such budgets."""
+    """Makes the budget of each step, and predicts the prefill pace with such budgets."""
 
-    prefills_first: bool  # whether prefills go before decodes, which then wait
+    prefills_first: bool  # whether prefills go first and decodes wait
     cuts: bool  # whether a step is cut short for a first token that is due
 
     def budget(self, load: StepLoad) -> Budget: ...
 
     def step(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        """Seconds that a full step takes beside these decodes, with a slice that reads `reach` tokens of context."""
+        """Seconds of a full step with these decodes and a slice that reads `reach` tokens of context."""
         ...
 
     def pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        """Seconds of prefill work that are done in a second beside these decodes; 0 where these fill the step."""
+        """Seconds of prefill work done in a second besides these decodes. 0 if the decodes fill the step."""
         ...
 
     def squeezed_pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        """The same with the smallest slice in every step (see TimeBudget.room); 0 where not even that keeps the gap."""
+        """Pace with the smallest slice in every step (see TimeBudget.room). 0 if even that misses the gap."""
         ...
 
     def starves(self, load: StepLoad) -> bool:
-        """Whether a promised gap leaves prompts less than STARVED of the pace that `chunked` would give them."""
+        """Whether a promised gap leaves prefills less than STARVED of the pace that `chunked` would give."""
         ...
 
 
 class FixedTokens:
-    """So many tokens a step, each decode counting as one, whatever they cost."""
+    """A fixed number of tokens per step, whatever they cost. Each decode counts as one token."""
 
     prefills_first = False
     cuts = False
@@ -121,13 +121,13 @@ class FixedTokens:
         return False
 
     def _work(self, cost: CostModel, decodes: int, reach: float) -> float:
-        """Seconds of prefill in a step; of attention's waves, what they take half-way through the prompt."""
+        """Seconds of prefill in a step. Attention waves are counted at the middle of the prompt."""
         c = cost.coefficients
         return (c.token + c.wave_pair * reach / 2) * max(0, self.tokens - decodes)
 
 
 class WholePrompts(FixedTokens):
-    """Whole prompts before anything else, as many as the tokens hold, or one if it is larger."""
+    """Whole prompts, before any decode. As many as fit into the tokens, or a single larger one."""
 
     prefills_first = True
 
@@ -136,7 +136,7 @@ class WholePrompts(FixedTokens):
 
 
 class UpToTheGap:
-    """As much as the tightest gap target leaves; `tokens` bounds the step as well."""
+    """As much prefill as the tightest gap target leaves. `tokens` limits the step as well."""
 
     prefills_first = False
     cuts = True
@@ -151,25 +151,25 @@ class UpToTheGap:
         if self._is_harmless(load):
             beside = beside._replace(gap=min(beside.gap, load.wish))
         seconds = self.step(self.cost, beside, 0)
-        # Where a default target gives way, what it gives way to is the gap.
+        # If a default target is relaxed, the relaxed step time replaces it as the gap.
         gap = min(beside.gap, seconds * self.cost.margin) if beside.has_target else math.inf
         return TimeBudget(
             self.cost, load.shape, seconds, self.tokens - load.shape.decodes, gap, self._batch_step(beside, load.shape)
         )
 
     def _batch_step(self, beside: Beside, shape: StepShape) -> float:
-        """Seconds that a step with batch prompts may take: the default gap, or a little more than the decodes alone."""
+        """Seconds that a step with batch prompts may take: the default gap, or BATCH_DELAY times the decodes alone."""
         if beside.soft_gap == math.inf:
             return math.inf
         return max(self._within(self.cost, beside.soft_gap, beside.decodes), BATCH_DELAY * self.cost.predict(shape))
 
     def _within(self, cost: CostModel, gap: float, decodes: int) -> float:
-        """Seconds that a step may be predicted to take for its tokens to reach clients within `gap`."""
-        # Tokens are handed out one after the other, so a gap can be longer than the step.
+        """Longest predicted step, in seconds, with which tokens still reach clients within `gap`."""
+        # Tokens are sent to clients one after the other, so a gap can be longer than the step.
         return max(gap - cost.host.delivery_jitter(decodes), gap / 2) / cost.margin
 
     def _is_harmless(self, load: StepLoad) -> bool:
-        """Whether prompts get on nearly as fast with the gap that is wished for as with the one that is promised."""
+        """Whether prefills are nearly as fast with the gap wish as with the gap target."""
         if load.wish >= min(load.gap, load.soft_gap):
             return False
         pace = self.pace(self.cost, load.beside, 0)
@@ -185,7 +185,7 @@ class UpToTheGap:
         return seconds
 
     def _yielding_step(self, cost: CostModel, beside: Beside) -> float:
-        """The step in which prompts get on at YIELDS of the pace that `chunked` would give them."""
+        """Seconds of the step in which prefills reach YIELDS of the pace that `chunked` would give."""
         aside = _aside(cost, beside.decodes, beside.context, 0)
         chunked = self._chunked.step(cost, beside, 0)
         return min(chunked, aside / (1 - YIELDS * (1 - aside / chunked)))
@@ -207,7 +207,7 @@ class UpToTheGap:
             tokens = max(1, self.tokens - decodes)
             return min(c.efficiency(decodes, context, int(first), tokens, step) for first in (reach / 2, reach))
         aside = _aside(cost, decodes, context, reach)
-        # Where the number of tokens bounds a step, its attention grows with the prompt: a quarter of the end counts.
+        # If `tokens` limits the step, attention grows with the prompt: a quarter of the final context is counted.
         work = (c.token + c.pair * reach / 4) * max(0, self.tokens - decodes)
         full = max(least, aside + work)
         return work / full if full < step else 1 - aside / step
@@ -243,7 +243,7 @@ class TokenBudget:
 
 
 class PromptBudget(TokenBudget):
-    """Prompts are taken whole, as many as the budget holds, or one if it is larger."""
+    """Whole prompts only: as many as fit into the tokens, or a single larger one."""
 
     reason = "whole prompts"
 
@@ -260,7 +260,7 @@ class PromptBudget(TokenBudget):
 
 
 class TimeBudget:
-    """Seconds of predicted time for the whole step; `idle` where nobody beside the prefills is promised a gap."""
+    """Seconds of predicted time for the whole step. `idle` means that no decode in it has a gap target."""
 
     def __init__(
         self,
@@ -291,7 +291,11 @@ class TimeBudget:
         return fitting
 
     def _may_squeeze(self, first: int, count: int) -> bool:
-        """Somebody must get on: however slow the machine, and where the target is met without the margin for noise."""
+        """Whether the smallest slice may run although it does not fit, so that prefills always progress.
+
+        On an idle step it always may, however slow the machine. Otherwise the step must meet the gap without the margin
+        for noise.
+        """
         squeezed = self.cost.coefficients.with_slice(self.shape, first, count)
         return self.idle or self.cost.predict(squeezed) * self.cost.bias <= self.gap
 
@@ -301,7 +305,7 @@ class TimeBudget:
 
     def tighten(self, seconds: float) -> None:
         self.seconds = min(self.seconds, seconds / self.cost.margin)
-        if self.idle:  # such a step may be long, but a first token is not to wait for others' prompts
+        if self.idle:  # such a step may be long, but a first token must not wait for other prompts
             self.seconds = min(self.seconds, 2 * self.cost.predict(self.shape))
 
     def limit_batch(self) -> None:
@@ -310,7 +314,7 @@ class TimeBudget:
 
 
 def least_step(cost: CostModel, decodes: int, context: float, reach: float) -> float:
-    """Seconds of a step with next to no prefill in it."""
+    """Seconds of a step with almost no prefill."""
     c = cost.coefficients
     if c.wave or c.grain > 1:
         beside = StepShape(decodes, decodes=decodes, context=context)
@@ -319,7 +323,7 @@ def least_step(cost: CostModel, decodes: int, context: float, reach: float) -> f
 
 
 def _aside(cost: CostModel, decodes: int, context: float, reach: float) -> float:
-    """Seconds of a step with a prefill in it that are not the prefill's. Where there are waves, half of one counts."""
+    """Seconds of a step with a prefill that are not prefill work. With waves, half of one wave is counted."""
     c = cost.coefficients
     read = c.reach * reach * (0.5 if c.wave else 1.0)
     return c.fixed + c.prefill + c.slice + c.token * decodes + c.rows(decodes) + c.context * context + read

@@ -1,11 +1,11 @@
-"""The cost model: predicts the seconds of a step from what it carries, and knows how wrong it is.
+"""The cost model: predicts the seconds of a step from its contents, and tracks the error of its predictions.
 
-It is shaped by physics. A forward pass reads all weights once and does arithmetic for every token, and whichever takes
-longer bounds it; attention comes on top: prefill pays for pairs of query and key, decode for reading its context.
+It follows the hardware. A forward pass reads all weights once and does arithmetic for every token. The longer of the
+two bounds the pass. Attention is added: prefill costs time per query-key pair, decode per token of context.
 
-A GPU takes some things in lumps. A prefill slice's queries go through attention in waves that each read all the context
-before them: one query more than a wave has costs as much as another one. Only where a slice has at most half a wave is
-its context divided among the programs that would be idle. And a step may be run as if it had more tokens (`grain`).
+Some GPU costs grow in lumps. The queries of a prefill slice go through attention in waves. Each wave reads all the
+context before it, so one query more than a full wave costs as much as another wave. If a slice has at most half a wave,
+its context is split among the programs that would be idle. A step may also be padded to more tokens (`grain`).
 """
 
 import math
@@ -21,24 +21,24 @@ from weft.core.host import HostCost
 from weft.core.refit import FEW, Refit
 
 Array = NDArray[np.float64]
-TILES = 16  # of a wave: where programs divide a context, they take its queries by so many
-FEWEST = 1 / 12  # of a wave's time: as long as reading a context takes, for however few queries
-BETTER = 1.02  # how many times as many tokens a second a slice must bring that is smaller than it could be
+TILES = 16  # per wave; if programs split a context, they process the queries in units of one tile
+FEWEST = 1 / 12  # of a wave's time: the least time to read a context, however few the queries
+BETTER = 1.02  # gain in tokens per second that is needed to choose a smaller slice than the largest
 
 
 class StepShape(NamedTuple):
-    """What a step's time depends on."""
+    """The quantities that determine the time of a step."""
 
     tokens: int = 0  # all tokens of the step
-    pairs: float = 0.0  # query-key pairs of its prefill slices
+    pairs: float = 0.0  # query-key pairs of the prefill slices
     slices: int = 0  # prefill slices
     decodes: int = 0
-    context: float = 0  # tokens of context that its decodes read
-    reach: float = 0  # tokens of context that its prefill slices read, their own included: once, or once for every wave
+    context: float = 0  # tokens of context that the decodes read
+    reach: float = 0  # tokens of context that its prefill slices read, slices included: once, or once per wave
 
 
 def slice_pairs(first: int, count: int) -> float:
-    """Query-key pairs of a prefill slice: each token sees all before it, and itself."""
+    """Query-key pairs of a prefill slice. Each token attends to all tokens before it and to itself."""
     return count * (first + (count + 1) / 2)
 
 
@@ -47,37 +47,37 @@ def slice_reach(first: int, count: int, wave: int) -> float:
     end = first + count
     if not wave:
         return end
-    if 2 * count > wave:  # every wave reads what lies before its own last query
+    if 2 * count > wave:  # every wave reads the context up to its last query
         full, rest = divmod(count, wave)
         return full * first + wave * full * (full + 1) / 2 + (end if rest else 0)
     return end * (2 * -(-TILES * count // wave) / TILES if 2 * TILES * count > wave else FEWEST)
 
 
 def decodes_alone(count: int, context: float) -> StepShape:
-    """A step of so many decodes that read so many tokens of context together, and nothing else."""
+    """A step of `count` decodes that read `context` tokens in total, without prefill."""
     return StepShape(tokens=count, decodes=count, context=context)
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Seconds each."""
+    """Seconds per unit, if not stated otherwise."""
 
-    fixed: float  # a step, whatever it carries
+    fixed: float  # per step, whatever it carries
     weights: float  # reading all weights
-    token: float  # arithmetic for a token
-    pair: float  # attention of one query over one key in a prefill
-    slice: float  # one prefill slice more
-    decode: float  # one decode more
-    context: float  # one token of context that a decode reads
-    reach: float = 0.0  # one token of context that a wave of a prefill slice reads, however many queries it has
-    prefill: float = 0.0  # a step with prefill slices, however many: what the host takes where the device waits for it
-    few: float = 0.0  # one decode more, as long as there are at most FEW; beside `decode`
-    # No seconds, but tokens: a step with a prefill takes as long as with the next multiple of so many,
+    token: float  # arithmetic per token
+    pair: float  # per query-key pair in a prefill
+    slice: float  # per prefill slice
+    decode: float  # per decode
+    context: float  # per token of context that a decode reads
+    reach: float = 0.0  # per token of context that a wave of a prefill slice reads, however many queries it has
+    prefill: float = 0.0  # per step with prefill slices, however many: host time for which the device waits
+    few: float = 0.0  # per decode, for the first FEW decodes; added to `decode`
+    # Tokens, not seconds. A step with a prefill is timed as if its tokens were rounded up to a multiple of `grain`.
     grain: int = field(default=1, kw_only=True)
-    # and so many queries of a slice read the context together; 0: all of them.
+    # Queries, not seconds. So many queries of a slice read the context together; 0: all of them.
     wave: int = field(default=0, kw_only=True)
-    # Factors of steps with prefill, by how many grains of tokens they have; larger steps take the last. Products do not
-    # grow evenly: on an H200, 512 tokens take 5% less than the line through all sizes. (): all sizes lie on the line.
+    # Factors for steps with prefill, one per number of grains; larger steps use the last. The time of matrix products
+    # does not grow evenly: on an H200, 512 tokens take 5% less than the line through all sizes. (): no correction.
     sizes: tuple[float, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -92,23 +92,23 @@ class Coefficients:
 
     @property
     def vector(self) -> tuple[float, ...]:
-        """All that are seconds, in the order of NAMES."""
+        """All coefficients in seconds, in the order of NAMES."""
         return astuple(self)[: len(NAMES)]
 
     def with_vector(self, vector: Sequence[float]) -> "Coefficients":
-        """The same device with other seconds."""
+        """A copy with other seconds and the same grain, wave and sizes."""
         return Coefficients(*vector, grain=self.grain, wave=self.wave, sizes=self.sizes)
 
     @property
     def wave_pair(self) -> float:
-        """Seconds of one query over one key in a full wave, beside those of the pair."""
+        """Seconds per query-key pair for reading context in a full wave, in addition to `pair`."""
         return self.reach / self.wave if self.wave else 0.0
 
     def with_slice(self, shape: StepShape, first: int, count: int) -> StepShape:
         return with_slice(shape, first, count, self.wave)
 
     def padded(self, shape: StepShape) -> StepShape:
-        """With as many tokens as it takes the time of."""
+        """The shape with its tokens rounded up to a multiple of `grain`, if it has prefill slices."""
         return shape if self.grain == 1 or not shape.slices else shape._replace(tokens=self._places(shape.tokens))
 
     def _places(self, tokens: int) -> int:
@@ -132,40 +132,42 @@ class Coefficients:
         )
 
     def size_factor(self, shape: StepShape) -> float:
-        """By how much a step of this size takes longer than the line through all sizes says."""
+        """Factor by which a step of this size takes longer than the line through all sizes."""
         return self._size_factor(self._places(shape.tokens)) if shape.slices else 1.0
 
     def _size_factor(self, places: int) -> float:
         return self.sizes[min(places // self.grain, len(self.sizes)) - 1] if self.sizes else 1.0
 
     def rows(self, decodes: int) -> float:
-        """What so many decodes add to a step, but for their contexts."""
+        """Seconds that decodes add to a step, without reading their contexts."""
         return self.decode * decodes + self.few * min(decodes, FEW)
 
     def prefill_seconds(self, first: int, count: int) -> float:
-        """What `count` tokens behind `first` add to steps that are bound by arithmetic, in full waves."""
+        """Seconds that `count` tokens from position `first` add to steps bound by arithmetic, in full waves."""
         return self.token * count + (self.pair + self.wave_pair) * slice_pairs(first, count)
 
     def prompt_seconds(self, first: Array, left: Array) -> Array:
-        """What it takes to read prompts, `left` tokens behind `first`. Half of the last lump of each stays unfilled."""
+        """Seconds to prefill `left` tokens from `first`, per prompt. Half of the last wave and grain is padding."""
         seconds = self.token * left + (self.pair + self.wave_pair) * left * (first + (left + 1) / 2)
         if self.wave:
             seconds += np.minimum(1.0, left / self.wave) / 2 * (self.token * self.grain + self.reach * (first + left))
         return seconds
 
     def efficiency(self, decodes: int, context: float, first: int, most: int, limit: float) -> float:
-        """Of the seconds of a step with these decodes and as much of a prefill behind `first` as `limit` leaves, how
-        many are the prefill's (see `prefill_seconds`). Near what `best_slice` would find, in less time.
+        """Share of a step's time that is prefill work (see `prefill_seconds`).
+
+        The step has these decodes and as much of a prefill from position `first` as `limit` seconds allow, at most
+        `most` tokens. The result is close to what `best_slice` would give, and faster to compute.
         """
         token, pair, reach, grain = self.token, self.pair, self.reach, self.grain
         aside = self.fixed + self.rows(decodes) + self.context * context + self.slice + self.prefill
         left = limit - aside
-        each = token + pair * first  # but for waves
+        each = token + pair * first  # without waves
         wave = self.wave or most
         waves = int(left / max(wave * each + reach * first, 1e-12)) if self.wave else 0
         both = pair + self.wave_pair
         best = 0.0
-        for number in (0.125, waves, waves + 1):  # where no wave fits, an eighth of one may
+        for number in (0.125, waves, waves + 1):  # if no wave fits, an eighth of one may
             room = min((left - reach * first * number) / max(each, 1e-12), 1e9)
             count = min(int(wave * number), most, int(room) // grain * grain - decodes)
             if count > 0:
@@ -177,10 +179,10 @@ class Coefficients:
         return best
 
     def largest_slice(self, shape: StepShape, first: int, most: int, limit: float) -> int:
-        """The most tokens of a prefill behind `first` (up to `most`) that keep a step of `shape` within `limit`."""
+        """Most tokens of a prefill from `first` (up to `most`) that keep a step of `shape` within `limit` seconds."""
         if self.predict(self.with_slice(shape, first, most)) <= limit:
             return most
-        fits, too_many = 0, most  # seconds grow in lumps, and but for `sizes` they never fall with the slice
+        fits, too_many = 0, most  # seconds grow in lumps; apart from `sizes`, they never fall as the slice grows
         while too_many - fits > 1:
             count = (fits + too_many) // 2
             if self.predict(self.with_slice(shape, first, count)) <= limit:
@@ -190,11 +192,11 @@ class Coefficients:
         return fits
 
     def _whole(self, shape: StepShape, count: int) -> int:
-        """The largest slice, of no more than `count`, that leaves no room in the step."""
+        """Largest slice of at most `count` tokens that leaves no padding in the step."""
         return (shape.tokens + count) // self.grain * self.grain - shape.tokens
 
     def best_slice(self, shape: StepShape, first: int, most: int, limit: float) -> int:
-        """The same, but without what only begins another lump, where more tokens a second are done without it."""
+        """Like `largest_slice`, but ends at a full wave or grain if that gives more tokens per second."""
         best = largest = self.largest_slice(shape, first, most, limit)
         if 0 < largest < most:
             seconds = self.predict(self.with_slice(shape, first, best))
@@ -211,62 +213,63 @@ NAMES = tuple(one.name for one in fields(Coefficients) if not one.kw_only)
 
 
 def with_slice(shape: StepShape, first: int, count: int, wave: int = 0) -> StepShape:
-    """The shape with one prefill slice more."""
+    """The shape with one more prefill slice."""
     tokens, pairs, slices, decodes, context, reach = shape
     pairs += slice_pairs(first, count)
     return StepShape(tokens + count, pairs, slices + 1, decodes, context, reach + slice_reach(first, count, wave))
 
 
 FIT_ROUNDS = 20
-HUBER = 1.345  # spreads from where on an error counts in proportion to its size
+HUBER = 1.345  # spreads; a larger error counts in proportion to its size, not its square
 
 
 class Errors(NamedTuple):
-    """How far steps were from what was predicted of them: |measured / predicted - 1|."""
+    """Percentiles of the prediction error of steps: |measured / predicted - 1|."""
 
     p50: float
     p99: float
 
 
 class Drift:
-    """What was learnt of one kind of step: logarithm of measured over predicted, its centre and its spread.
+    """Prediction error of one kind of step: centre and spread of log(measured / predicted).
 
-    A hiccup (a step many times longer than predicted, because the machine did something else) says nothing of how long
-    steps take, and no smaller step would have prevented it. So the spread is the one within which two thirds of the
-    steps lie, however far off the others are: for normal errors that is the standard deviation.
+    A hiccup is a step many times longer than predicted, because the machine did something else. It says nothing about
+    the time of steps, and a smaller step would not have prevented it. So the spread is the distance from the centre
+    within which two thirds of the steps lie, however far off the others are. For normal errors that is the standard
+    deviation.
     """
 
-    MEMORY = 256  # steps over which it is averaged
-    PRIOR = 16  # steps that the spread given at the start counts for
-    PRIOR_MEAN = 4  # the same for the centre: a bias is learnt before it can pass for spread
+    MEMORY = 256  # steps over which centre and spread are averaged
+    PRIOR = 16  # weight of the initial spread, in steps
+    PRIOR_MEAN = 4  # weight of the initial centre, in steps; small, so that a bias is not mistaken for spread
     WITHIN = 0.6827  # share of normal errors within one standard deviation
-    SPREADS = 3.5  # above the centre: but for hiccups, only a few steps in ten thousand take longer
-    TAIL = 2.33  # spreads above the centre: one step in a hundred takes longer, as many as a promise allows
-    LEAST = 1e-4  # spread from which it can still grow
+    SPREADS = 3.5  # spreads above the centre: apart from hiccups, only a few steps in ten thousand take longer
+    TAIL = 2.33  # spreads above the centre: one step in a hundred takes longer, which a promise allows
+    LEAST = 1e-4  # smallest spread from which the spread can still grow
     LASTING = 4096  # steps over which the lasting error is averaged
-    IDLE = 2.0  # seconds without steps in which all but a third of what differs from the lasting error is forgotten
+    IDLE = 2.0  # seconds without steps after which a third of the difference from the lasting error remains
 
     def __init__(self, mean: float, spread: float) -> None:
         self.mean = mean
         self.spread = spread
-        # What remains when a burst or another program's noise is over; idle times return to it.
+        # The error without bursts and noise of other programs. Idle times return to it.
         self._lasting_mean = mean
         self._lasting_spread = max(spread, self.LEAST)
         self._seen = 0
 
     @property
     def bias(self) -> float:
-        """By how much steps take longer than predicted, on average."""
+        """Factor by which steps take longer than predicted, on average."""
         return math.exp(self.mean)
 
     @property
     def margin(self) -> float:
-        """What a prediction must be multiplied with so that hardly any step takes longer."""
+        """Factor on a prediction such that almost no step takes longer."""
         return math.exp(self.mean + self.SPREADS * self.spread)
 
     @property
     def tail(self) -> float:
-        """The same so that one step in a hundred takes longer."""
+        """Factor on a prediction such that one step in a hundred takes longer."""
         return math.exp(self.mean + self.TAIL * self.spread)
 
     def observe(self, error: float) -> None:
@@ -284,7 +287,7 @@ class Drift:
         self._lasting_spread += (self.spread - self._lasting_spread) / self.LASTING
 
     def rest(self, seconds: float) -> None:
-        """Forgets recent errors: no step ran for so many seconds."""
+        """Forgets recent errors, after `seconds` without a step."""
         kept = math.exp(-seconds / self.IDLE)
         self.mean = self._lasting_mean + kept * (self.mean - self._lasting_mean)
         if self.spread > self._lasting_spread:
@@ -292,13 +295,13 @@ class Drift:
 
 
 class CostModel:
-    """Coefficients in force, and what was learnt of their error, for steps with prefill and for those without.
+    """The current coefficients and their errors, separately for steps with and without prefill.
 
-    With `refit`, the coefficients themselves are learnt from what is served as well; they change within `observe` only.
+    With `refit`, the coefficients are also learnt from served steps. They change only within `observe`.
     """
 
-    REPORTED = 1024  # steps that `errors` tells of
-    STALE = 2  # steps after new coefficients that may have been planned with the old ones: one in flight, one to spare
+    REPORTED = 1024  # last steps that `errors` covers
+    STALE = 2  # steps after a change that may be planned with old coefficients: one in flight, one to spare
 
     def __init__(
         self,
@@ -331,7 +334,7 @@ class CostModel:
         """Learns from one step."""
         if predicted <= 0 or measured <= 0:
             return
-        self._errors.append(abs(measured / predicted - 1))  # as it was planned, so with old coefficients if need be
+        self._errors.append(abs(measured / predicted - 1))  # error of the plan, even if it used old coefficients
         if self._stale:
             self._stale -= 1
             predicted = self.coefficients.predict(shape) or predicted
@@ -345,12 +348,12 @@ class CostModel:
                 self._stale = self.STALE
 
     def rest(self, seconds: float) -> None:
-        """The device was idle for so long."""
+        """The device was idle for `seconds`."""
         self.prefill.rest(seconds)
         self.decode.rest(seconds)
 
     def errors(self) -> Errors | None:
-        """The error of the last thousand steps; None where nothing was observed."""
+        """Errors of the last REPORTED steps; None if no step was observed."""
         if not self._errors:
             return None
         p50, p99 = np.percentile(self._errors, (50, 99)).tolist()
@@ -358,10 +361,10 @@ class CostModel:
 
 
 def fit(shapes: Sequence[StepShape], seconds: Sequence[float], grain: int = 1, wave: int = 0) -> Coefficients:
-    """The coefficients that explain measurements best, in relative error, none of them negative.
+    """Non-negative coefficients with the smallest relative error on the measurements.
 
-    Which steps are bound by bytes depends on the coefficients, so the two are found in turns; and a measurement that is
-    far off counts in proportion to its error, not to the square of it.
+    Which steps are bound by reading weights depends on the coefficients, so the two are found in turns. An outlier
+    counts in proportion to its error, not to its square.
     """
     features = np.array(shapes, np.float64)
     prefills = features[:, 2] > 0
@@ -373,7 +376,7 @@ def fit(shapes: Sequence[StepShape], seconds: Sequence[float], grain: int = 1, w
     trust = np.ones(len(measured))
     solution = np.zeros(3 + others.shape[1])
     for _ in range(FIT_ROUNDS):
-        # Columns: fixed and token where arithmetic binds, fixed + weights where bytes do, then what both share.
+        # Columns: fixed and token if arithmetic bounds the step, fixed + weights if bytes do, then the common ones.
         design = np.hstack([~by_bytes, by_bytes, tokens * ~by_bytes, others]) / measured[:, None]
         solution = _non_negative(design, trust)
         errors = np.abs(1 - design @ solution)
@@ -385,9 +388,9 @@ def fit(shapes: Sequence[StepShape], seconds: Sequence[float], grain: int = 1, w
 
 
 def _non_negative(design: NDArray[np.float64], trust: NDArray[np.float64]) -> NDArray[np.float64]:
-    """x >= 0 that brings design @ x near one: weighted least squares, leaving out what would come out negative."""
+    """x >= 0 such that design @ x is close to 1: weighted least squares without the columns that would be negative."""
     scale = np.abs(design).max(axis=0)
-    used = np.flatnonzero(scale > 0).tolist()  # what no step has says nothing
+    used = np.flatnonzero(scale > 0).tolist()  # columns that some step uses
     weight = np.sqrt(trust)
     while used:
         values = np.linalg.lstsq(design[:, used] / scale[used] * weight[:, None], weight, rcond=None)[0]

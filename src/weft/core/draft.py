@@ -1,4 +1,4 @@
-"""Draft: a plan in the making, and what the executor must hear of with the next one."""
+"""Draft: the unfinished plan, with all changes that the executor does not know yet."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,23 +9,23 @@ NO_SLOTS: NDArray[np.int64] = np.empty(0, np.int64)
 
 
 class Draft:
-    """A plan in the making."""
+    """Mutable contents of the next StepPlan."""
 
     def __init__(self) -> None:
         self.prefills: list[tuple[Request, int, int]] = []  # request, first, count
-        self.prefilled: set[Request] = set()  # who they are for
+        self.prefilled: set[Request] = set()  # requests in `prefills`
         self.decodes = NO_SLOTS
-        self.held = NO_SLOTS  # that would decode, but wait for a mask
+        self.held = NO_SLOTS  # slots of requests that could decode but wait for a mask
         self.joined: list[Request] = []
-        self.block_slots: list[int] = []  # entries of block tables that are new
+        self.block_slots: list[int] = []  # new block table entries: slot, column, block
         self.block_columns: list[int] = []
         self.blocks: list[int] = []
         self.cached_tokens = 0
         self.preemptions = 0
-        self.lost_tokens = 0  # by those
+        self.lost_tokens = 0  # computed or cached tokens of the preempted requests
 
     def forget(self, request: Request) -> None:
-        """What the executor has not heard of yet and need not any more."""
+        """Drops the request's slot and block table entries, which the executor does not need any more."""
         if request in self.joined:
             self.joined.remove(request)
         if request.slot in self.block_slots:

@@ -1,12 +1,13 @@
-"""The forecast: when every prompt that is not computed yet would bring its first token, if nothing else arrived.
+"""The forecast: when each prompt that is not computed yet would give its first token, if no other request arrived.
 
-It walks the prompts in the order of service. Each is read at the pace that decodes leave it; then it decodes itself and
-slows the prompts behind it. No running request is assumed to end before it must, so the forecast errs on the late side.
-What a refused client is told is the expected time: there, requests end as they usually do.
+It simulates the prompts in the order of service. Each prompt is prefilled at the pace that the decodes leave. Then it
+decodes and slows down the prompts behind it. `forecast` assumes that every running request generates max_tokens, so it
+errs on the late side. A refused client is told the expected time (`expect`), which assumes usual output lengths.
 
-The cost model is asked for about GROUPS paces, however long the queue: in a longer one, neighbours share a pace, the
-slowest that one of them would have. Where a group finds no place among the decodes, its halves are asked about, up to
-the first prompt without one; groups behind it wait for as many requests to end. All else is arithmetic on arrays.
+The cost model is asked for about GROUPS paces, however long the queue is. In a longer queue, neighbours form a group
+and share the slowest pace among them. If a group finds no room in the decode batch, it is split in halves to find the
+first prompt without room. Later groups wait until as many running requests have ended as they have prompts. All other
+work is array arithmetic.
 """
 
 import math
@@ -24,23 +25,23 @@ from weft.core.cost import CostModel, decodes_alone
 from weft.core.request import Request, State
 
 GROUPS = 8
-FINEST = 64  # groups, at most, that a queue is divided into to find the first prompt without a place
-QUIET = 0.25  # load up to which a step may be cut short for any first token; above,
-WORTH = 0.5  # only where that costs no more than this share of the request's own work
+FINEST = 64  # most groups that a queue is split into to find the first prompt without room in the decode batch
+QUIET = 0.25  # below this load, a step may be cut short for any first token
+WORTH = 0.5  # above it, only if that costs at most this share of the prefill time of the request
 
 Array = NDArray[np.float64]
 _ROW = struct.Struct("9d")
 
 
 class Prefill(NamedTuple):
-    """A prompt, or what is left of one."""
+    """A prompt, or the part of one that is not computed yet."""
 
     request: Request
-    first: int  # tokens that are computed or cached
+    first: int  # tokens that are computed, planned or cached
     left: int  # tokens to compute
 
     def pack(self) -> bytes:
-        """The row of a forecast. A request that waits keeps it, so that long queues become arrays in no time."""
+        """One forecast row as bytes. Waiting requests store it, so that a long queue becomes an array quickly."""
         request = self.request
         decodes = request.max_tokens > 1
         waits_for_memory = request.state is State.WAITING and not request.sibling
@@ -53,15 +54,15 @@ class Prefill(NamedTuple):
 class Rows(NamedTuple):
     """Prompts in the order of service, as columns."""
 
-    first: Array  # tokens that are computed or cached
+    first: Array  # tokens that are computed, planned or cached
     left: Array  # tokens to compute
-    decodes: Array  # 1 where it decodes afterwards
-    gap: Array  # seconds; promised between its tokens, infinite where nothing is
-    soft_gap: Array  # seconds; a default target, which gives way
-    deadline: Array  # seconds on the scheduler's clock; infinite where no first token is promised
-    memory: Array  # tokens of KV memory that it must find free before it can start
-    start: Array  # its order within class and service; see `Order.rank`
-    tag: Array  # its tenant's service when it started first; not a number where it has not
+    decodes: Array  # 1 if the request decodes afterwards, else 0
+    gap: Array  # seconds; promised gap between tokens, infinite if there is none
+    soft_gap: Array  # seconds; default gap target, which may be exceeded under load
+    deadline: Array  # seconds on the scheduler's clock; infinite if no first token is promised
+    memory: Array  # tokens of KV memory that must be free before it can start
+    start: Array  # order within class and service; see `Order.rank`
+    tag: Array  # service of the tenant when the request first started; NaN if it has not started
 
     @classmethod
     def of(cls, packed: Sequence[bytes | bytearray]) -> "Rows":
@@ -72,21 +73,24 @@ class Rows(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Of each prompt, in the order of service."""
+    """Result for each prompt, in the order of service."""
 
-    ends: Array  # when its first token comes at the latest; infinite where it finds no place among the decodes
-    expected: Array  # when it comes if all goes as predicted, and steps are cut short for it
-    seconds: Array  # that reading it takes; 0 where it has no place
-    visits: int  # paces that the cost model was asked for
-    waited: NDArray[np.bool_]  # whether it, or one before it, must wait until a running request ends
+    ends: Array  # latest time of its first token; infinite if it finds no room in the decode batch
+    expected: Array  # expected time of its first token, if steps take as predicted and are cut short for it
+    seconds: Array  # seconds that its prefill takes; 0 if it has no room
+    visits: int  # number of paces that the cost model was asked for
+    waited: NDArray[np.bool_]  # whether it, or a prompt before it, must wait until a running request ends
 
 
 def forecast(cost: CostModel, allowance: Allowance, load: StepLoad, rows: Rows, busy: float) -> Forecast:
-    """`busy` is the recent load, from 0 to 1: above QUIET a step is not cut short for every first token."""
+    """Latest times of first tokens, if running requests generate max_tokens.
+
+    `busy` is the recent load, from 0 to 1. From QUIET on, a step is not cut short for every first token.
+    """
     leaving, context = load.ends.latest
     step = max(
         cost.predict(load.shape), 1e-6
-    )  # while no prompt is read: the shortest, in which most tokens are written
+    )  # while no prompt is prefilled. The shortest step generates the most tokens
     walk = _Walk(cost, allowance, load, rows, busy, Departures(leaving, context, step))
     walk.serve_all()
     return Forecast(walk.ends, walk.expected, walk.seconds, walk.visits, walk.waited)
@@ -95,8 +99,10 @@ def forecast(cost: CostModel, allowance: Allowance, load: StepLoad, rows: Rows, 
 def expect(
     cost: CostModel, allowance: Allowance, load: StepLoad, rows: Rows, busy: float, left_out: NDArray[np.bool_]
 ) -> Array:
-    """When first tokens come if requests end as they usually do. Prompts that are left out are read as if they were the
-    only one of these."""
+    """Expected times of first tokens, if requests have usual output lengths.
+
+    Prompts in `left_out` delay no other prompt: each is forecast as if the other left-out prompts did not exist.
+    """
     step = allowance.step(cost, load.beside, 0.0)
     steps, context = load.ends.expected
     departures = Departures(steps * step, context, step, load.ends.typical * step)
@@ -106,16 +112,16 @@ def expect(
 
 
 class Departures(NamedTuple):
-    """When the requests that decode now end, and give up their places."""
+    """When the running decodes end and leave the decode batch."""
 
-    after: Array  # seconds, ascending
-    context: Array  # tokens that each of them reads now
-    step: float  # seconds of a step while none is read
-    life: float = math.inf  # seconds that a prompt which is read decodes; infinite where it is not assumed to end
+    after: Array  # seconds from now, ascending
+    context: Array  # tokens of context of each request now
+    step: float  # seconds of a step while no prompt is prefilled
+    life: float = math.inf  # seconds that a request decodes after its prefill; infinite: it never ends
 
 
 class _Walk:
-    """The queue as it would be served from now on."""
+    """Simulation of the queue from now on."""
 
     def __init__(
         self,
@@ -131,32 +137,32 @@ class _Walk:
         self.quiet = busy < QUIET
         self.departures = departures
         self.clock = load.start
-        self.steps = 0.0  # that have passed since
-        self.ended = 0  # of the requests that decode now, how many have ended
-        self.read: deque[tuple[float, int]] = deque()  # when prompts were read, and the place behind them
-        self.first = 0  # the prompts before this place have been read, and have ended
-        self.written = 0.0  # tokens that the others write meanwhile
+        self.steps = 0.0  # steps since load.start
+        self.ended = 0  # how many of the running decodes have ended
+        self.read: deque[tuple[float, int]] = deque()  # end time of each prefilled group, and the position after it
+        self.first = 0  # prompts before this position have also finished decoding
+        self.written = 0.0  # tokens generated by prompts that were prefilled in this forecast
         self.running = load.beside
-        self.lacks_place = False  # a prompt found no place before one of them ends
-        self.is_full = False  # a prompt found no place even after all of them had ended
+        self.lacks_place = False  # a prompt had no room until a running decode ended
+        self.is_full = False  # a prompt had no room even after all running decodes had ended
         self.free = load.free
         count = len(rows.first)
-        self.finest = max(1, count // FINEST)  # prompts of a group that is not divided further
-        self.reach: Array = rows.first + rows.left  # tokens of context that its last slice reads
+        self.finest = max(1, count // FINEST)  # prompts in a group that is not split further
+        self.reach: Array = rows.first + rows.left  # tokens of context that the last slice of each prompt reads
         self.work: Array = cost.coefficients.prompt_seconds(rows.first, rows.left) * cost.bias
         self.memory_is_scarce = bool(load.freed is not None and rows.memory.any())
-        self.stays: Array = np.ones(count)  # 0 where it takes no time and no place from the others
+        self.stays: Array = np.ones(count)  # 0 if the prompt takes no time and no room from other prompts
         if left_out is not None:
             self.stays[left_out] = 0.0
         self._sum_up()
-        self.waited = np.zeros(count, np.bool_)  # for a place among the decodes, itself or one before it
+        self.waited = np.zeros(count, np.bool_)  # it, or a prompt before it, waits for room in the decode batch
         self.ends = np.full(count, math.inf)
         self.expected = np.full(count, math.inf)
         self.seconds = np.zeros(count)
         self.visits = 0
 
     def serve_all(self) -> None:
-        """In GROUPS groups, with about as many prompts each that take time."""
+        """Serves the queue in GROUPS groups. Each has about the same number of prompts that take time."""
         total = np.cumsum(self.stays)
         if not len(total):
             return
@@ -166,7 +172,7 @@ class _Walk:
             self._serve(begin, end)
 
     def _sum_up(self) -> None:
-        """Of the prompts before each place that will decode: how many, their context, their tightest gaps."""
+        """Prefix sums for each position, over prompts before it that will decode: count, context and tightest gaps."""
         decodes = self.rows.decodes * self.stays
         self._decodes = np.concatenate([[0.0], np.cumsum(decodes)])
         self._context = np.concatenate([[0.0], np.cumsum(decodes * self.reach)])
@@ -174,11 +180,11 @@ class _Walk:
         self._gap, self._soft_gap = (np.concatenate([[math.inf], np.minimum.accumulate(gap)]) for gap in gaps)
 
     def _beside(self, place: int) -> Beside:
-        """The decodes when all prompts before this place have been read."""
+        """The decodes when all prompts before this position are prefilled."""
         decodes, context, gap, soft_gap = self.running
         begun = float(self._decodes[place] - self._decodes[self.first])
         written = self.written if begun else 0.0
-        if self.departures.life < math.inf:  # those that have ended are not read any more
+        if self.departures.life < math.inf:  # the context of ended requests is not read any more
             written = min(written, begun * self.departures.life / self.departures.step)
         return Beside(
             decodes + int(begun),
@@ -188,13 +194,13 @@ class _Walk:
         )
 
     def _serve(self, begin: int, end: int) -> None:
-        """Reads these prompts, all at the pace of the slowest: the last, beside all before it."""
+        """Prefills these prompts, all at the slowest pace. That is the pace of the last one, beside all before it."""
         self._let_end()
         reach = float(self.reach[begin:end].max())
         pace = self._pace(reach, end - 1)
         if pace is None and (end - begin <= self.finest or self.lacks_place):
             pace = self._wait_for_place(begin, end, reach)
-        if pace is None and end - begin > self.finest and not self.is_full:  # the first of them may have a place
+        if pace is None and end - begin > self.finest and not self.is_full:  # the first ones may have room
             middle = (begin + end) // 2
             self._serve(begin, middle)
             self._serve(middle, end)
@@ -202,7 +208,7 @@ class _Walk:
         if pace is None:
             self._leave_out(begin, end)
             return
-        own = 1 - self.stays[begin:end]  # of prompts that are left out: only they themselves wait for what they need
+        own = 1 - self.stays[begin:end]  # 1 for left-out prompts: no other prompt waits for them
         ready = self._wait_for_memory(begin, end, own)
         step = self.allowance.step(self.cost, self._beside(end - 1), reach)
         seconds = self.work[begin:end] / pace
@@ -213,20 +219,23 @@ class _Walk:
         self.read.append((self.clock, end))
 
     def _pass(self, seconds: float, step: float, place: int) -> None:
-        """Time passes, in steps of so many seconds. Each that decodes writes a token a step."""
+        """Advances the clock, in steps of `step` seconds. Each decode generates one token per step."""
         self.clock += seconds
         self.steps += seconds / step
         self.written += float(self._decodes[place] - self._decodes[self.first]) * seconds / step
 
     def _leave_out(self, begin: int, end: int) -> None:
-        """These prompts have no place even when all requests that decode now have ended. None waits for them."""
+        """Skips prompts that have no room even after all running decodes ended. No other prompt waits for them."""
         self.is_full = True
         self.stays[begin:end] = 0.0
         self._sum_up()
 
     def _note_ends(self, begin: int, end: int, clocks: Array, step: float) -> None:
-        """First tokens come at the end of a step, whatever else that carries. A step will be cut short for one that
-        is due (see Budget.tighten), which costs the others one step more; in a group, that is not counted with."""
+        """Records the times of first tokens. A first token comes at the end of its step, whatever the step carries.
+
+        A step is cut short for a first token that is due (see Budget.tighten). That costs the other prompts one more
+        step. It is taken into account for single prompts only, not for groups.
+        """
         bias, beside = self.cost.bias, self._beside(begin)
         ends = clocks + step * bias
         more = least_step(self.cost, beside.decodes, beside.context, float(self.reach[begin])) * bias
@@ -235,12 +244,12 @@ class _Walk:
         if is_cut and (self.quiet or more <= WORTH * self.seconds[begin]):
             ends = clocks + more
             self.clock += more
-        # Errors of single steps add up as in a random walk: one spread of their sum is to spare.
+        # Errors of single steps add up as in a random walk. The margin is one standard deviation of their sum.
         late = np.sqrt(step * np.maximum(0.0, ends - self.load.start))
         self.ends[begin:end] = ends + self.cost.prefill.spread * late
 
     def _wait_for_memory(self, begin: int, end: int, own: Array) -> Array:
-        """Waits until there is memory for all of these; returns when there is for each."""
+        """Waits until there is memory for all of these prompts. Returns the time at which each has memory."""
         if not self.memory_is_scarce or self.load.freed is None:
             return np.zeros(end - begin)
         need = self.rows.memory[begin:end] * self.stays[begin:end]
@@ -252,14 +261,14 @@ class _Walk:
         return ready
 
     def _pace(self, reach: float, last: int) -> float | None:
-        """Seconds of prefill work in a second; None where there is none, or where prompt `last` could not decode."""
+        """Seconds of prefill work done in a second; None if there are none, or if prompt `last` could not decode."""
         self.visits += 1
         beside = self._beside(last)
         pace = self.allowance.pace(self.cost, beside, reach)
-        if self.departures.life < math.inf:  # what is expected, not what is promised
+        if self.departures.life < math.inf:  # the expected pace, not the promised one
             pace = max(pace, self.allowance.squeezed_pace(self.cost, beside, reach))
         if not beside.decodes:
-            return pace or 1.0  # waiting would not make it any better, and an engine that serves nothing learns nothing
+            return pace or 1.0  # waiting would not help, and an engine without steps cannot learn
         if pace <= 0 or (self.rows.decodes[last] and not self._may_decode(beside, last)):
             return None
         return min(pace, 1 - BATCH_SHARE) if self.load.crowded else pace
@@ -270,17 +279,17 @@ class _Walk:
         return self.cost.predict(after) * self.cost.decode.tail <= gap
 
     def _wait_for_place(self, begin: int, end: int, reach: float) -> float | None:
-        """The pace once enough of the requests that decode now have ended; None where there is none even then."""
+        """Waits until enough running decodes have ended. Returns the pace then, or None if there is still no room."""
         self.lacks_place = True
         self.waited[begin:] = True
         pace, count = None, max(1, int(self.stays[begin:end].sum()))
         while pace is None and self._let_end(count, begin):
             pace = self._pace(reach, end - 1)
-            count *= 2  # long prompts need the places of several; more than enough is on the late side
+            count *= 2  # a long prompt needs the room of several requests; too many errs on the late side
         return pace
 
     def _let_end(self, count: int = 0, place: int = 0) -> bool:
-        """Takes out the requests that have ended by now, or waits until `count` more have; False where none is left."""
+        """Removes requests that have ended by now, or waits until `count` more have. False if no more will end."""
         moved = self._let_running_end(count, place)
         life = self.departures.life
         while self.read and (self.read[0][0] + life <= self.clock or (count and not moved and life < math.inf)):

@@ -1,31 +1,30 @@
-"""HostCost: what steps cost the host. The simulator charges it; it bounds screening and leaves room for delivery."""
+"""HostCost: host time of steps. The simulator adds it. It also limits screening and reserves time for delivery."""
 
 import math
 from dataclasses import dataclass, fields
 
-# A processor that had nothing to do runs slowly at first: its clock is low, its threads sleep, a virtual one is not
-# scheduled. On two cores of an EPYC: 40% for about 50 ms, after 20 ms or more without a step.
-IDLE = 0.02  # seconds
-WAKING = 0.05  # seconds
-# Tokens of a step are handed out in the order of its rows, which is nearly the same from step to step: a token comes
-# late by as many places as its row has moved. On an H200, room for 160 places is enough for 256 streams.
+# A CPU is slow at first after an idle time: its clock is low, its threads sleep, a virtual CPU is not scheduled. On two
+# cores of an EPYC, steps take 40% longer for about 50 ms after 20 ms or more without a step.
+IDLE = 0.02  # seconds without a step
+WAKING = 0.05  # seconds of slow steps
+# Tokens of a step are sent in the order of its rows, which is nearly the same from step to step. A token is late by as
+# many rows as its row has moved. On an H200, reserving time for 160 rows is enough for 256 streams.
 MOVED_ROWS = 160
 
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds of the host's own time. Where nothing was measured, steps cost nothing and screening is bounded all the
-    same."""
+    """Seconds of host time. Without measurements, steps cost nothing, but screening is still limited (`visit`)."""
 
-    step: float = 0.0  # planning and submitting a step, and all else between two steps
-    row: float = 0.0  # more for each row of it
-    prefill: float = 0.0  # more for a step with prefill slices
-    commit: float = 0.0  # taking a step's tokens in, before the first is handed out
-    token: float = 0.0  # handing one token to its client, one after the other
-    request: float = 0.0  # from when a client sends a request until the engine could have it
-    arrival: float = 0.0  # taking a request in
-    visit: float = 20e-6  # one queue entry that screening looks at
-    wake: float = 0.0  # no seconds, but by which share steps take longer in the first WAKING seconds after idle times
+    step: float = 0.0  # planning and submitting a step, and all other work between two steps
+    row: float = 0.0  # added per row of the step
+    prefill: float = 0.0  # added to a step with prefill slices
+    commit: float = 0.0  # processing a step's tokens before the first one is sent
+    token: float = 0.0  # sending one token to its client; tokens are sent one after the other
+    request: float = 0.0  # from when a client sends a request until the engine can receive it
+    arrival: float = 0.0  # receiving a request in the engine
+    visit: float = 20e-6  # one queue entry that screening visits
+    wake: float = 0.0  # a share, not seconds: how much longer steps take in the first WAKING seconds after an idle time
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -36,13 +35,13 @@ class HostCost:
             raise ValueError("host cost visit must be above 0: it bounds how much is screened in one plan")
 
     def before(self, rows: int, has_prefill: bool) -> float:
-        """From when the host is free until a step is submitted."""
+        """Seconds from when the host is free until a step is submitted."""
         return self.step + self.row * rows + (self.prefill if has_prefill else 0.0)
 
     def delivery(self, rows: int) -> float:
-        """Until the last of a step's tokens is with its client, after the commit."""
+        """Seconds from the commit until the last token of a step is sent."""
         return self.token * rows
 
     def delivery_jitter(self, rows: int) -> float:
-        """By how much a token may come later within its step than the stream's token before came within its own."""
+        """Most seconds by which a token is sent later after its step than the previous token of the stream was."""
         return self.token * min(rows, MOVED_ROWS)

@@ -1,7 +1,7 @@
-"""The line-up: all prompts that are not computed yet, in the order of service if no other request came.
+"""The line-up: all prompts that are not computed yet, in the order of service if no other request arrives.
 
-It is computed on arrays. Each line of the queue keeps its requests in order, and beside them the row that the forecast
-needs of each, so that a queue of thousands of requests costs a plan less than a millisecond.
+It is computed on arrays. Each line of the queue keeps its requests in order, together with their forecast rows. So a
+queue of thousands of requests costs a plan less than a millisecond.
 """
 
 from bisect import bisect_left
@@ -21,16 +21,16 @@ Places = NDArray[np.int64]
 
 
 class Lineup(NamedTuple):
-    requests: Sequence[Request]  # in no order
-    order: Places  # by place: the request's index in `requests`
-    rows: Rows  # by place
-    newcomers: list[int]  # their places, ascending
+    requests: Sequence[Request]  # in no particular order
+    order: Places  # per position: the request's index in `requests`
+    rows: Rows  # per position
+    newcomers: list[int]  # positions of the new requests, ascending
 
     def at(self, place: int) -> Request:
         return self.requests[int(self.order[place])]
 
     def without(self, places: Sequence[int]) -> "Lineup":
-        """The others move up."""
+        """The line-up without the requests at these positions. Later requests move up."""
         stay = np.ones(len(self.order), np.bool_)
         stay[places] = False
         moved = np.cumsum(stay) - 1
@@ -41,8 +41,11 @@ class Lineup(NamedTuple):
 def line_up(
     queue: Queue, started: Sequence[Request], newcomers: Sequence[Request], row: Callable[[Request], bytes], now: float
 ) -> Lineup:
-    """`started` are the prompts under way; `newcomers`, all of one class, are not in the queue yet. `row` packs what
-    the forecast needs of these two. Lower classes are left out, since they are served behind all newcomers."""
+    """Builds the line-up of running prefills (`started`), the queue and `newcomers`.
+
+    The newcomers are all of one class and not in the queue yet. `row` returns the forecast row of a started or new
+    request. Lower classes are left out, since they are served after all newcomers.
+    """
     lowest = newcomers[0].rank[:2]
     lines = {key: line for key, line in queue.lines.items() if key[:2] <= lowest}
     others = [*(request for request in started if request.rank[:2] <= lowest), *newcomers]
@@ -70,7 +73,7 @@ def _by_line(requests: Sequence[Request], indices: range) -> dict[LineKey, list[
 
 
 def _levels(queue: Queue, others: Sequence[Request], now: float) -> Levels:
-    """By the heads of all lines, lower classes included: so it is when they are served."""
+    """Levels from the heads of all lines, lower classes included, as in `Turns`."""
     heads: dict[LineKey, Request] = {}
     for request in [*queue.heads(), *others]:
         head = heads.setdefault(line_of(request), request)
@@ -80,7 +83,7 @@ def _levels(queue: Queue, others: Sequence[Request], now: float) -> Levels:
 
 
 def _served(rows: Rows, members: Mapping[LineKey, Places], levels: Levels) -> Places:
-    """One class after the other; within a class, the tenant that was served least goes first."""
+    """Indices of requests in the order of service: class by class, within a class the least served tenant first."""
     service = {key.account: key.account.service for key in members}
     classes: dict[tuple[bool, int], list[LineKey]] = {}
     for key in sorted(members, key=lambda key: key[:2]):
@@ -90,22 +93,22 @@ def _served(rows: Rows, members: Mapping[LineKey, Places], levels: Levels) -> Pl
 
 
 def _by_service(rows: Rows, lines: Mapping[LineKey, Places], levels: Levels, service: dict[Account, float]) -> Places:
-    """The lines of one class as one. Counts what they will have been served by then into `service`."""
+    """Merges the lines of one class in the order of service. Adds their charges to `service`."""
     reached = []
     for key, indices in lines.items():
         tag = rows.tag[indices]
         charge = np.where(np.isnan(tag), INPUT_WEIGHT * rows.left[indices] / key.account.weight, 0.0)
-        served = np.cumsum(np.concatenate([[service[key.account]], charge]))  # before each of them, and after the last
+        served = np.cumsum(np.concatenate([[service[key.account]], charge]))  # before each request, and after the last
         service[key.account] = float(served[-1])
         reached.append(levels.of_all(key.account, np.where(np.isnan(tag), served[:-1], tag)))
     if len(lines) == 1:
         return next(iter(lines.values()))
-    # A request waits for those before it in its line. So it has their level and start, where its own are smaller.
+    # A request waits for earlier requests of its line. So it takes their level and start if its own are smaller.
     level = [np.maximum.accumulate(one) for one in reached]
     start = np.unique(rows.start[np.concatenate(list(lines.values()))], return_inverse=True)[1]
     number = np.repeat(np.arange(len(lines)), [len(one) for one in level])
     for place, (own, highest) in enumerate(zip(reached, level, strict=True)):
-        run = len(start) * np.concatenate([[0], np.cumsum(np.diff(highest) > 0)])  # one value for each level
+        run = len(start) * np.concatenate([[0], np.cumsum(np.diff(highest) > 0)])  # one offset per level
         found = np.where(own < highest, 0, start[number == place])
         start[number == place] = np.maximum.accumulate(found + run) - run
     turns = number[np.lexsort((start, np.concatenate(level)))]

@@ -1,10 +1,10 @@
-"""Policies: how much prefill a step may carry, who goes first, and who is better refused.
+"""Policies: how much prefill a step may carry, which request goes first, and which requests are refused.
 
-- `chunked`: a fixed number of tokens a step, decodes first, in order of arrival. What other engines do.
-- `monolithic`: whole prompts, before anything else. It exists to show the problem.
-- `slo`: as much prefill as keeps the step within the tightest gap target of the decodes beside it, the prompt with the
-  least slack first, and no request admitted whose promised first token would be late.
-- `slo_order`: `slo`'s order and refusals with `chunked`'s fixed number of tokens, to see which part of it does what.
+- `chunked`: a fixed number of tokens per step, decodes first, in order of arrival. Other engines do this.
+- `monolithic`: whole prompts, before any decode. It exists to show the problem.
+- `slo`: as much prefill as keeps the step within the tightest gap target of its decodes. The prompt with the least
+  slack goes first. A request is refused if its promised first token would be late.
+- `slo_order`: the order and refusals of `slo` with the fixed number of tokens of `chunked`, to separate the effects.
 """
 
 from dataclasses import dataclass
@@ -21,28 +21,28 @@ class Policy:
     allowance: Allowance
     order: Order
     admission: Admission
-    cost: CostModel | None = None  # None: nothing is known of the device
+    cost: CostModel | None = None  # None: nothing is known about the device
 
     @property
     def host(self) -> HostCost:
         return HostCost() if self.cost is None else self.cost.host
 
     def predict(self, shape: StepShape) -> float | None:
-        """Seconds that a step will take."""
+        """Predicted seconds of a step; None without a cost model."""
         return None if self.cost is None else self.cost.predict(shape)
 
     def observe(self, shape: StepShape, predicted: float | None, measured: float) -> None:
-        """Learns from a step that is done."""
+        """Learns from a finished step."""
         if self.cost is not None and predicted is not None:
             self.cost.observe(shape, predicted, measured)
 
     def rest(self, seconds: float) -> None:
-        """The device was idle for so long."""
+        """The device was idle for `seconds`."""
         if self.cost is not None:
             self.cost.rest(seconds)
 
     def work(self, tokens: int) -> float:
-        """What it would cost to compute so many tokens from the start, in seconds where those are known."""
+        """Cost to compute `tokens` tokens from the start: seconds, or tokens without a cost model."""
         return tokens if self.cost is None else self.cost.coefficients.prefill_seconds(0, tokens)
 
 

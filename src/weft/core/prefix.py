@@ -1,4 +1,4 @@
-"""PrefixCache: which block holds the content with which hash. It names blocks; the pool owns them."""
+"""PrefixCache: maps content hashes to KV blocks. The pool owns the blocks."""
 
 from collections.abc import Container, Hashable, Sequence
 
@@ -6,9 +6,9 @@ from weft.core.blocks import BlockPool
 
 
 class PrefixCache:
-    """Full blocks by the hash of their content and of all that precedes it (so equal hash means equal prefix).
+    """Full blocks by the hash of their content and of all content before it, so equal hashes mean equal prefixes.
 
-    A named block stays usable while it is in the free list, until the pool gives it to somebody else.
+    A block is named if it has a hash here. It stays usable in the free list until the pool allocates it again.
     """
 
     def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
@@ -22,7 +22,7 @@ class PrefixCache:
         return len(self._block_of)
 
     def match(self, hashes: Sequence[Hashable], start: int, stop: int) -> list[int]:
-        """Blocks for hashes[start:stop], up to the first that is missing. No reference is taken."""
+        """Blocks for hashes[start:stop], up to the first missing one. Takes no reference."""
         found: list[int] = []
         block_of = self._block_of
         for index in range(start, min(stop, len(hashes))):
@@ -33,7 +33,7 @@ class PrefixCache:
         return found
 
     def insert(self, hashes: Sequence[Hashable], blocks: Sequence[int]) -> None:
-        """Names blocks. The first block with a content keeps the name: others hold equal content and stay nameless."""
+        """Adds blocks to the cache. If a hash is present already, its first block stays; the new one is not added."""
         if not self.enabled:
             return
         block_of, hash_of = self._block_of, self._hash_of
@@ -44,11 +44,11 @@ class PrefixCache:
 
     @property
     def named(self) -> Container[int]:
-        """The blocks that have a name."""
+        """The blocks in the cache."""
         return self._hash_of
 
     def clear(self) -> None:
-        """Forgets every name; blocks in use stay with their users."""
+        """Empties the cache. Requests keep the blocks that they use."""
         self._block_of.clear()
         self._hash_of.clear()
 

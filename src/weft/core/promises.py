@@ -1,33 +1,33 @@
-"""Targets and promises: what a request is promised, in seconds, and who asked for it."""
+"""Targets and promises: the latency that a request is promised, in seconds, and where the target comes from."""
 
 import enum
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-CONSTRAINED_STEPS = 2  # from one token of a constrained request to the next: its mask depends on the token before
+CONSTRAINED_STEPS = 2  # steps per token of a constrained request: its mask depends on the token before
 
 
 class Source(enum.IntEnum):
-    """Who set a target."""
+    """Origin of a target."""
 
-    DEFAULT = 0  # the default: it shapes order and step sizes, never refuses a request, and gives way under load
-    OPERATOR = 1  # kept or refused; without a promise where even an idle machine could not keep it
-    REQUEST = 2  # kept or refused
+    DEFAULT = 0  # affects order and step sizes, never causes a refusal, and may be missed under load
+    OPERATOR = 1  # kept, or the request is refused; no promise if even an idle machine could not keep it
+    REQUEST = 2  # kept, or the request is refused
 
 
 class Promise(NamedTuple):
-    """What one request gets. A target whose source is DEFAULT is aimed at and not promised."""
+    """Targets of one request. A target with source DEFAULT is a goal, not a promise."""
 
     ttft: float = math.inf  # seconds from arrival to the first token
     ttft_source: Source = Source.DEFAULT
     gap: float = math.inf  # seconds between tokens
     gap_source: Source = Source.DEFAULT
-    gap_wish: float = math.inf  # a smaller gap than promised, given while it costs other prompts next to nothing
+    gap_wish: float = math.inf  # a smaller gap than promised, granted while it costs other prompts next to nothing
 
     @property
     def promised_ttft(self) -> float:
-        """Infinite where nothing is promised."""
+        """Infinite if nothing is promised."""
         return math.inf if self.ttft_source is Source.DEFAULT else self.ttft
 
     @property
@@ -37,14 +37,14 @@ class Promise(NamedTuple):
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of a server or a simulation; infinite where there is none."""
+    """Targets of a server or a simulation, in seconds. Infinite: no target."""
 
     gap: float = math.inf  # between tokens
     ttft: float = math.inf  # from arrival to the first token
-    ttft_per_1k: float = 0.0  # on top, for every 1,000 tokens of the prompt
+    ttft_per_1k: float = 0.0  # added per 1,000 tokens of the prompt
     gap_source: Source = Source.OPERATOR
     ttft_source: Source = Source.OPERATOR
-    min_gap: float = 0.0  # a request's own gap target is raised to it, so that no client can starve the others
+    min_gap: float = 0.0  # lower bound of gap targets, so that no client can starve the others
 
     def first_token(self, prompt_tokens: int) -> float:
         return self.ttft + self.ttft_per_1k * prompt_tokens / 1000
@@ -52,11 +52,11 @@ class Targets:
     def promise(
         self, prompt_tokens: int, ttft: float | None = None, gap: float | None = None, constrained: bool = False
     ) -> Promise:
-        """What a request with these targets of its own (None: it named none) gets.
+        """The promise for a request with these targets (None: the request sets none).
 
-        The one definition of it: the scheduler, the response headers and the metrics all use this. A request's own
-        gap below the server's is a wish: what all are promised comes first. A constrained request has a token every
-        CONSTRAINED_STEPS steps, and is promised as many times the gap.
+        This is the only definition: the scheduler, the response headers and the metrics all use it. If a request asks
+        for a smaller gap than the server's, that is a wish: the promises to all requests come first. A constrained
+        request gets a token every CONSTRAINED_STEPS steps, so its promised gap is multiplied by that.
         """
         steps = CONSTRAINED_STEPS if constrained else 1
         firm_ttft = self.first_token(prompt_tokens) if ttft is None else ttft

@@ -1,4 +1,4 @@
-"""The queue: who waits, in lines by class and tenant, and whose turn it is to prefill."""
+"""The queue: waiting requests in one line per class and tenant, and the order in which requests prefill."""
 
 import math
 from bisect import bisect_left
@@ -15,18 +15,20 @@ from weft.core.promises import Source
 from weft.core.request import Rank, Request, State
 from weft.core.tenants import DEBT, Account
 
-TURN = 1.0  # seconds by which a prompt is put back for each one of the same user that waits before it
-PATIENCE = 10.0  # seconds after which a request without a promise goes before those promised a first token later
+TURN = 1.0  # seconds that a prompt is put back for each earlier prompt of the same user that waits
+# Seconds that a request without a promise is put back. After that it goes before requests with a promise that must
+# start later. A tenant that got no slice for so long goes first.
+PATIENCE = 10.0
 
 
 class Order(Protocol):
     """How a policy orders prefills."""
 
-    fair: bool  # whether the tenant that was served least goes first
-    overtakes: bool  # whether one that waits may go before one that is under way
+    fair: bool  # whether the tenant with the least service goes first
+    overtakes: bool  # whether a waiting request may go before a running prefill
 
     def rank(self, request: Request) -> Rank:
-        """Class and precedence, then the order within them; it does not change while a request queues."""
+        """Class and precedence, then the order within them. It does not change while a request is queued."""
         ...
 
 
@@ -35,14 +37,15 @@ class ByArrival:
     overtakes = False
 
     def rank(self, request: Request) -> Rank:
-        # All tenants are in one line here, where one's own order must not count: so nobody's does.
+        # Precedence is ignored (0): it orders prompts within one tenant, but here all tenants share one line.
         return (request.batch, request.priority, 0, request.arrival, request.id)
 
 
 class BySlack:
-    """The one that must start soonest goes first: due time minus its own work. So time spent waiting always counts.
+    """The request that must start soonest goes first. It must start at its due time minus its prefill time.
 
-    A user who sends many prompts at once is put back with all but the first, for a time, not for good.
+    This start time is fixed, so waiting always improves a request's position. If a user sends many prompts at once, all
+    but the first are put back for a limited time.
     """
 
     fair = True
@@ -56,14 +59,14 @@ class BySlack:
             start = request.arrival + PATIENCE
         else:
             start = request.due - self.cost.coefficients.prefill_seconds(0, request.known)
-            if request.ttft_source is Source.DEFAULT:  # what was promised goes first
+            if request.ttft_source is Source.DEFAULT:  # promised requests go first
                 start += PATIENCE
         start += TURN * request.turn
         return (request.batch, request.priority, request.precedence, start, request.arrival, request.id)
 
 
 class LineKey(NamedTuple):
-    """One class and one tenant."""
+    """One class (batch, priority) and one tenant."""
 
     batch: bool
     priority: int
@@ -71,11 +74,11 @@ class LineKey(NamedTuple):
 
 
 class Line:
-    """The requests of one class and tenant that wait, in order of rank."""
+    """Waiting requests of one class and tenant, in order of rank."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.rows = bytearray()  # `packed` of each, in the same order
+        self.rows = bytearray()  # `packed` of each request, in the same order
 
     def add(self, request: Request) -> None:
         place = bisect_left(self.requests, request.rank, key=rank_of)
@@ -93,11 +96,11 @@ class Line:
 
 
 class Queue:
-    """The requests that wait. Between lines, class and service decide."""
+    """All waiting requests. Lines are ordered by class, then by the service of the tenant."""
 
     def __init__(self) -> None:
         self.lines: dict[LineKey, Line] = {}
-        self.tokens = 0  # to compute, of all who wait
+        self.tokens = 0  # tokens to compute of all waiting requests
         self._count = 0
 
     def __len__(self) -> int:
@@ -133,57 +136,61 @@ class Queue:
 
 
 class Turns:
-    """Whose turn it is, slice after slice, in the making of one plan that begins at `now`."""
+    """The order in which requests get slices in one plan that begins at `now`."""
 
     def __init__(self, started: list[Request], queue: Queue, overtakes: bool, now: float) -> None:
         self._queue = queue
         self._overtakes = overtakes
         self._admitting = True
         self._started = _by_line(started)
-        self._passed: Counter[LineKey] = Counter()  # in each line of the queue, how many were passed over
+        self._passed: Counter[LineKey] = Counter()  # per line of the queue: requests passed over
         self._closed: set[LineKey] = set()
         lines = dict.fromkeys((*self._started, *queue.lines))
         heads = [head for line in lines if (head := self._head(line)) is not None]
         self._levels = Levels(heads, now)
-        # One head a line. A key may be out of date when its tenant was charged meanwhile, but only in another class.
+        # One head per line. After a charge, only the served line gets a new key. The tenant's lines in other classes
+        # keep an old key. That is harmless, because the class is compared first.
         self._heads = [(self._key(head), head) for head in heads]
         heapify(self._heads)
 
     def next(self) -> Request | None:
-        """The request whose turn it is; it has to be served or passed over, or admission to be closed."""
+        """The next request. The caller must then call `served`, `pass_over`, `close_line` or `close`."""
         while self._heads:
             request = self._heads[0][1]
             if request is self._head(line_of(request)):
                 return request
-            self._replace(line_of(request))  # became a victim on the way, or is not to be admitted any more
+            self._replace(line_of(request))  # preempted by this plan, or no longer admitted
         return None
 
     def served(self, request: Request) -> None:
-        """It had its slice; one that waited has left the queue for it."""
+        """The request got its turn. If it waited, it has left the queue already."""
         line = line_of(request)
         if request in self._started.get(line, ()):
             self._started[line].remove(request)
         self._replace(line)
 
     def pass_over(self, request: Request) -> None:
-        """One that waits cannot start now, through no fault of those behind it."""
+        """A waiting request cannot start now, but requests behind it in its line may."""
         self._passed[line_of(request)] += 1
         self._replace(line_of(request))
 
     def close_line(self, request: Request) -> None:
-        """Nobody of this one's line is admitted in this step; the others' are."""
+        """Stops admission from this request's line in this step. Other lines go on."""
         self._closed.add(line_of(request))
         self._replace(line_of(request))
 
     def close(self) -> None:
-        """Nobody who waits is admitted in this step."""
+        """Stops all admission in this step. Running prefills go on."""
         self._admitting = False
 
     def _head(self, line: LineKey) -> Request | None:
-        """Who is next in a line: of those under way and those who wait the one with the smaller rank."""
+        """The next request of a line: a running prefill or a waiting request.
+
+        A waiting request goes before a running prefill only if the policy allows that and its rank is smaller.
+        """
         started = self._started.get(line)
         while started and started[0].state is not State.RUNNING:
-            started.popleft()  # became a victim on the way
+            started.popleft()  # preempted by this plan
         under_way = started[0] if started else None
         waits = None
         if self._admitting and line not in self._closed:
@@ -203,23 +210,23 @@ class Turns:
 
     def _key(self, request: Request) -> tuple[bool, Rank, float, Rank]:
         behind = request.state is State.WAITING and not self._overtakes
-        # Precedence orders a tenant's own line and counts for nothing between tenants.
+        # Precedence (rank[2]) is left out: it counts only within the line of a tenant.
         return behind, request.rank[:2], self._levels.of(request, service_of(request)), request.rank[3:]
 
 
 class Levels:
-    """How tenants are ordered: by what they were served, within bounds."""
+    """Sort keys of tenants: service received, at most DEBT above the least served tenant."""
 
     def __init__(self, heads: list[Request], now: float) -> None:
         self._most = min(map(service_of, heads), default=0.0) + DEBT
         self._now = now
 
     def of(self, request: Request, service: float) -> float:
-        """Smaller goes first. A tenant that waits and waits while others come and go gets its turn after PATIENCE."""
+        """Level of a request; smaller goes first. A tenant without a slice for PATIENCE seconds goes first."""
         return -1.0 if self._is_starved(_account(request)) else min(service, self._most)
 
     def of_all(self, account: Account, service: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The same for several requests of one tenant, each with what it was served by then."""
+        """Levels of several requests of one tenant, each with the service that the tenant has received by then."""
         return np.full(len(service), -1.0) if self._is_starved(account) else np.minimum(service, self._most)
 
     def _is_starved(self, account: Account) -> bool:
@@ -234,7 +241,7 @@ def _by_line(requests: Iterable[Request]) -> dict[LineKey, deque[Request]]:
 
 
 def service_of(request: Request) -> float:
-    """What a request's tenant was served; before its own prompt was charged, if that has been."""
+    """Service of a request's tenant. If the request has started: service before its prompt was charged."""
     return _account(request).service if request.tag is None else request.tag
 
 

@@ -1,11 +1,11 @@
-"""Learns better coefficients from the steps that are served; they take force when they have proved themselves.
+"""Learns better coefficients from served steps. New coefficients are used only after they have proved to be better.
 
-What is served teaches little about single coefficients: steps sit at the gap target, most of them only decode, and what
-they carry grows and shrinks together. A free fit explains such steps well and everything else badly. So what is fitted
-is one multiplier for each coefficient in force, and each is pulled towards the factor by which all steps are off: where
-the steps say nothing of a coefficient, it keeps its proportion to the others. A coefficient of zero stays zero.
+Served steps say little about single coefficients. Most steps are close to the gap target, most only decode, and their
+quantities grow and shrink together. A free fit would explain such steps well and all others badly. So the fit finds one
+multiplier per current coefficient. Each multiplier is pulled towards the common factor by which all steps are off.
+If the steps say nothing about a coefficient, it keeps its proportion to the others. A coefficient of zero stays zero.
 
-Time is cut into windows. What one window taught is judged on the next, beside what is in force.
+Steps are divided into windows. Coefficients fitted on one window are compared with the current ones on the next window.
 """
 
 import math
@@ -18,39 +18,40 @@ if TYPE_CHECKING:  # cost.py imports this file
     from weft.core.cost import Coefficients, StepShape
 
 Array = NDArray[np.float64]
-COLUMNS = 7  # of a sample: what a step's time depends on, and the seconds
-# Decodes up to which one more costs most. On an H200, with Llama-3-8B: 30 us each up to about 16, and 11 us beyond.
+COLUMNS = 7  # of a sample: the fields of StepShape and the seconds
+# Number of decodes up to which each costs most. H200 with Llama-3-8B: 30 us each up to about 16, 11 us each beyond.
 FEW = 16
 
-WINDOW = 1024  # steps; a window ends here if it has QUOTA samples of either kind of step
+WINDOW = 1024  # steps; a window ends here if it has QUOTA steps of both kinds (decode only, with prefill)
 QUOTA = 64
-LONGEST_WINDOW = 8 * WINDOW  # or here, if one kind is rare
-FEWEST = 8  # samples of a kind that a judgement about this kind takes
+LONGEST_WINDOW = 8 * WINDOW  # steps; a window ends here if one kind is rare
+FEWEST = 8  # samples of a kind that are needed to judge it
 
-SAMPLES = 384  # of a kind that a window keeps at most
-PAST = 128  # of a kind that outlive their window, so that a fit sees more than one load
+SAMPLES = 384  # most samples of a kind that a window keeps
+PAST = 128  # most samples of a kind kept from earlier windows, so that a fit sees more than one load
 
 ROUNDS = 5
-HUBER = 1.345  # spreads from where on an error counts in proportion to its size instead of its square
-LEAST_SPREAD = 0.01  # of the relative error, which no machine gets below
-PULL = 0.1  # multipliers are expected to lie within so much of the common factor, unless the steps say otherwise
-APART = 4.0  # most that one fit may move a coefficient against the others
-REACH = 16.0  # most that all fits together may move it from where it began
+HUBER = 1.345  # spreads; a larger error counts in proportion to its size, not its square
+LEAST_SPREAD = 0.01  # smallest spread of the relative error; no machine is more regular
+PULL = 0.1  # expected relative distance of a multiplier from the common factor, unless the steps say otherwise
+APART = 4.0  # largest factor by which one fit may move a coefficient relative to the others
+REACH = 16.0  # largest factor by which all fits together may move it from its initial value
 
-CLEARLY = 0.9  # the median error of a kind of step must fall to this share of what it was
-BY_CHANCE = 1.5  # and more steps must be better than chance would have it: three standard deviations of a fair coin
-NOT_WORSE = 1.05  # and no percentile of either kind may grow by more than chance explains
-TRIFLE = 0.005  # errors below are as good as none
-LEVEL = 0.03  # logarithm: a common factor below this is left to the cost model's margin
+# New coefficients are used if all three conditions hold.
+CLEARLY = 0.9  # the median error of a kind of step falls below this share of the old one
+BY_CHANCE = 1.5  # more steps improve than by chance: three standard deviations of a fair coin
+NOT_WORSE = 1.05  # no percentile of either kind grows by more than this factor, which chance explains
+TRIFLE = 0.005  # smaller errors count as this one
+LEVEL = 0.03  # logarithm; a smaller common factor is left to the margin of the cost model
 
 
 class Reservoir:
-    """Samples of one window, evenly spread over it: every second goes whenever there are too many."""
+    """Samples of one window, evenly spread over it. When it is full, every second sample is dropped."""
 
     def __init__(self) -> None:
         self.seen = 0
         self.stride = 1
-        self.samples: list[tuple[float, ...]] = []  # the numbers of a shape, and the seconds
+        self.samples: list[tuple[float, ...]] = []  # fields of the shape, and the seconds
 
     def add(self, shape: "StepShape", seconds: float) -> None:
         if self.seen % self.stride == 0:
@@ -65,24 +66,24 @@ class Reservoir:
 
 
 class Window(NamedTuple):
-    """What was kept of a window: steps that only decode, and steps that carry prefill."""
+    """Samples of a finished window: steps that only decode, and steps with prefill."""
 
     kinds: tuple[Array, Array]
-    seen: tuple[int, int]  # how many there were of either
+    seen: tuple[int, int]  # number of steps of each kind in the window
 
 
 class Candidate(NamedTuple):
     vector: Array  # coefficients
-    level: float  # logarithm of the factor by which the steps of the fit took longer than those in force predicted
+    level: float  # logarithm of the factor by which the fitted steps took longer than the current ones predicted
 
 
 class Refit:
-    """Watches every step; says when other coefficients should take force."""
+    """Observes every step and returns new coefficients when they should be used."""
 
     def __init__(self, coefficients: "Coefficients") -> None:
         self.in_force = coefficients
-        # What is known of the error of those in force from the steps that proved them: logarithm of measured over
-        # predicted, as the cost model counts it.
+        # Error of the current coefficients on the window in which they proved better: log(measured / predicted), as in
+        # the cost model.
         self.mean = 0.0
         self.variance = 0.0
         self._start = np.array(coefficients.vector)
@@ -92,10 +93,10 @@ class Refit:
         self._open()
 
     def observe(self, shape: "StepShape", seconds: float) -> "Coefficients | None":
-        """Takes one served step in. Coefficients come back at the moment when they take force."""
+        """Records one served step. Returns new coefficients at the step from which on they are used, else None."""
         if not 0 < seconds < math.inf:
             return None
-        seconds /= self.in_force.size_factor(shape)  # sizes keep their factors
+        seconds /= self.in_force.size_factor(shape)  # the factors in `sizes` are not refitted
         (self._prefill if shape.slices else self._decode).add(self.in_force.padded(shape), seconds)
         self._steps += 1
         if self._steps < self._due:
@@ -108,7 +109,7 @@ class Refit:
         self._due = WINDOW
 
     def _turn(self) -> "Coefficients | None":
-        """Ends the window if it has seen enough: judges what the one before taught, and learns from this one."""
+        """Ends the window if it has enough steps: judges the candidate of the window before, and fits a new one."""
         decode, prefill = self._decode, self._prefill
         if min(decode.seen, prefill.seen) < QUOTA and self._steps < LONGEST_WINDOW:
             self._due += QUOTA
@@ -122,11 +123,11 @@ class Refit:
         return None if winner is None else self.in_force
 
     def _judge(self, window: Window) -> Array | None:
-        """Coefficients that are clearly better on steps that they were not fitted to; None if there are none.
+        """Coefficients that are clearly better on steps that they were not fitted to, or None.
 
-        The cost model corrects a common factor by itself (`Drift`), so errors are counted around their own centre. It
-        is one centre for both kinds of step: that one kind is off more than the other is worth a correction. Where
-        nothing but a common factor is off, this factor is folded in, so that predictions mean seconds.
+        The cost model corrects a common factor (`Drift`), so errors are measured around their centre. Both kinds of
+        step have one common centre: if one kind is off by more than the other, that needs a correction. If only a
+        common factor is off, the coefficients are scaled by it, so that predictions are in real seconds.
         """
         if self._candidate is None:
             return None
@@ -157,9 +158,9 @@ class Refit:
 
 
 def fit_multipliers(vector: Array, samples: Array, common: float) -> Array:
-    """By what each coefficient should be multiplied: least squares of the relative error, with Huber's weights.
+    """Multiplier for each coefficient: least squares of the relative error, with Huber weights.
 
-    Relative to what is predicted, not to what was measured, which would favour steps that happened to be quick.
+    The error is relative to the prediction. Relative to the measurement, it would favour steps that were quick by luck.
     """
     parts = _parts(vector, samples)
     predicted = _seconds(parts)
@@ -167,7 +168,7 @@ def fit_multipliers(vector: Array, samples: Array, common: float) -> Array:
     parts, predicted = parts[useful], predicted[useful] * common
     shares = parts * (common / predicted)[:, None]
     ratio = samples[useful, -1] / predicted
-    apart = np.ones(len(vector))  # multipliers over the common factor
+    apart = np.ones(len(vector))  # multipliers divided by the common factor
     if not len(ratio):
         return apart * common
     for _ in range(ROUNDS):
@@ -186,7 +187,7 @@ def fit_multipliers(vector: Array, samples: Array, common: float) -> Array:
 
 
 def _parts(vector: Array, samples: Array) -> Array:
-    """Seconds that each coefficient stands for in each step; of weights and token only the larger one counts."""
+    """Seconds of each coefficient in each step. Of weights and token, only the larger one counts (see `_seconds`)."""
     parts = np.ones((len(samples), len(vector)))
     parts[:, 2:-2] = samples[:, :-1]
     parts[:, -2] = samples[:, 2] > 0
@@ -201,12 +202,12 @@ def _seconds(parts: Array) -> Array:
 
 
 def _log_errors(vector: Array, window: Window) -> list[Array]:
-    """Logarithms of measured over predicted, for each kind of step."""
+    """log(measured / predicted) of each step, for each kind of step."""
     return [np.log(samples[:, -1] / np.maximum(_seconds(_parts(vector, samples)), 1e-12)) for samples in window.kinds]
 
 
 def _centre(errors: list[Array], seen: tuple[int, int]) -> float:
-    """Where the errors of all served steps lie, each kind with its true share; hiccups do not move it."""
+    """Centre of the errors of all served steps: medians of both kinds, weighted by their counts. Robust to hiccups."""
     return sum(float(np.median(e)) * n for e, n in zip(errors, seen, strict=True) if n) / max(1, sum(seen))
 
 
@@ -215,7 +216,7 @@ def _around(errors: list[Array], centre: float) -> list[Array]:
 
 
 def _better(old: list[Array], new: list[Array]) -> bool:
-    """Whether some kind of step is predicted clearly better and none worse, neither at the median nor in the tail."""
+    """Whether one kind of step is predicted clearly better, and no kind worse at the median or in the tail."""
     clearly = False
     for before, after in zip(old, new, strict=True):
         if len(before) < FEWEST:
@@ -223,7 +224,7 @@ def _better(old: list[Array], new: list[Array]) -> bool:
         was, now = (np.maximum(np.percentile(e, (50, 90, 99)), TRIFLE) for e in (before, after))
         if (now > was * NOT_WORSE).any():
             return False
-        wins = float(np.mean(after < before))  # step by step, so that a lucky percentile is not enough
+        wins = float(np.mean(after < before))  # compared step by step: a lucky percentile is not enough
         clearly |= bool(now[0] < was[0] * CLEARLY) and wins > 0.5 + BY_CHANCE / math.sqrt(len(before))
     return clearly
 
@@ -235,7 +236,7 @@ def _is_common(factor: float, errors: list[Array]) -> bool:
 
 
 def _moments(errors: list[Array], seen: tuple[int, int]) -> tuple[float, float]:
-    """Mean and variance of all served steps, each kind with its true share; a hiccup counts as three spreads."""
+    """Mean and variance of all served steps, kinds weighted by their counts. A hiccup counts as three spreads."""
     centre = _centre(errors, seen)
     share = np.concatenate([np.full(len(e), n / max(1, len(e))) for e, n in zip(errors, seen, strict=True)])
     share /= share.sum()

@@ -8,62 +8,64 @@ from dataclasses import dataclass, field
 from weft.core.promises import CONSTRAINED_STEPS, Source
 from weft.core.tenants import Account
 
-Rank = tuple[float | str, ...]  # smaller goes first
+Rank = tuple[float | str, ...]  # the smallest rank goes first
 
 
 class State(enum.Enum):
     WAITING = "waiting"  # in the queue: new, or preempted
     RUNNING = "running"  # holds a seat, a slot and blocks
-    FINISHED = "finished"  # done, stopped or aborted; holds nothing
+    FINISHED = "finished"  # done, stopped, aborted or refused; holds no seat and no blocks
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Identity is the object itself. While it runs, its counts live in `Slots`; `known` and `held` are what it queues
-    with."""
+    """One request, compared by object identity.
+
+    While it runs, its counters live in `Slots`. `known` and `held` are the values that it has in the queue.
+    """
 
     id: str
     prompt_tokens: int
-    max_tokens: int  # most tokens to sample
+    max_tokens: int  # upper bound of sampled tokens
     arrival: float = 0.0  # seconds, on the clock of `Scheduler.plan(now)`
     priority: int = 0  # lower goes first
-    tenant: str = ""  # who it is for; tenants share by tokens
+    tenant: str = ""  # tenant that it belongs to; tenants share the server by tokens
     precedence: int = 0  # lower goes first, among prompts of the same tenant and class
-    user: str = ""  # who within the tenant: each one's prompts make room for the others'; "" is nobody
-    sibling: bool = False  # another completion of the prompt that came just before
-    batch: bool = False  # makes no promise and fills the slack behind everybody else
+    user: str = ""  # user within the tenant: later prompts of a user wait for other users' prompts; "": no user
+    sibling: bool = False  # another completion of the same prompt as the request added just before
+    batch: bool = False  # batch class: has no promise and runs only in time that other requests leave
     ttft_target: float = math.inf  # seconds from arrival to the first token
     gap_target: float = math.inf  # seconds between tokens
-    ttft_source: Source = Source.REQUEST  # who set the target; a default never refuses a request
+    ttft_source: Source = Source.REQUEST  # origin of the target; a default target never causes a refusal
     gap_source: Source = Source.REQUEST
-    gap_wish: float = math.inf  # less than the target: given as far as it costs the others next to nothing
-    reuse_prefix: bool = True  # False: compute every token, even where the cache has it (prompt logprobs)
-    constrained: bool = False  # a grammar decides what each of its tokens may be, once the one before it is known
+    gap_wish: float = math.inf  # seconds, below the target; granted if it costs other requests next to nothing
+    reuse_prefix: bool = True  # False: compute every token, even if it is cached (for prompt logprobs)
+    constrained: bool = False  # a grammar masks each token; the mask needs the token before
     hashes: list[Hashable] = field(default_factory=list)  # chained, one per full block of tokens with known values
 
     state: State = State.WAITING
     finish_reason: str | None = None
-    slot: int = -1  # -1: none. Kept after the seat is given up while a step in flight still names it.
-    known: int = 0  # tokens to compute on (re)admission: the prompt, plus what was sampled before a preemption
-    held: bool = False  # queues without the mask of its next token: not to be admitted before `Scheduler.release`
-    number: int = 0  # of those that were added, so many came before it or with it
-    screened_by: float = math.inf  # when its first token was due as it came
-    turn: int = 0  # how many prompts of the same user waited when it came
+    slot: int = -1  # -1: none. Kept without a seat as long as a step in flight uses it.
+    known: int = 0  # tokens to compute on (re)admission: the prompt plus tokens sampled before a preemption
+    held: bool = False  # waits for the mask of its next token; not admitted before `Scheduler.release`
+    number: int = 0  # order of arrival, from 1
+    screened_by: float = math.inf  # due time of the first token at arrival; orders screening
+    turn: int = 0  # number of prompts of the same user that waited when it arrived
     rank: Rank = ()  # class (two numbers), precedence, then the policy's order; see `Order.rank`
-    account: Account | None = None  # its tenant's, once it was added
-    tag: float | None = None  # its tenant's service when it started, before its prompt was charged; None: not yet
-    expected_hits: int = 0  # prompt tokens that were in the prefix cache when it was screened
-    packed: bytes = b""  # what the forecast needs to know of it while it waits; see `Prefill.pack`
+    account: Account | None = None  # the tenant's account; set by `Scheduler.add`
+    tag: float | None = None  # the tenant's service when it first started, before its prompt was charged; None: not yet
+    expected_hits: int = 0  # prompt tokens found in the prefix cache at screening
+    packed: bytes = b""  # its row of the forecast while it waits; see `Prefill.pack`
     blocks: list[int] = field(default_factory=list)
-    named: int = 0  # of its blocks, how many were offered to the prefix cache
+    named: int = 0  # how many of its blocks were offered to the prefix cache
 
-    started: float | None = None  # start of the first step that carried it
+    started: float | None = None  # start of its first step
     first_token: float | None = None  # end of the step that sampled its first token
     finished: float | None = None
-    predicted_ttft: float | None = None  # seconds, as of its arrival; None: nobody predicted
-    cached_tokens: int = 0  # prompt tokens it did not have to compute at its first admission
+    predicted_ttft: float | None = None  # seconds from arrival, predicted at screening or refusal; None: not predicted
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache before any preemption
     preemptions: int = 0
-    lost_tokens: int = 0  # computed, then given up by preemption
+    lost_tokens: int = 0  # computed or cached tokens that preemptions discarded
 
     def __post_init__(self) -> None:
         self.known = self.prompt_tokens
@@ -71,17 +73,17 @@ class Request:
 
     @property
     def limit(self) -> int:
-        """Tokens it has when it has all: prompt and the most that may be sampled."""
+        """Most tokens that it can reach: prompt plus max_tokens."""
         return self.prompt_tokens + self.max_tokens
 
     @property
     def firm_gap(self) -> float:
-        """Seconds that a step may take for its promised gap; infinite where none is promised."""
+        """Longest step, in seconds, that keeps its promised gap. Infinite if no gap is promised."""
         return math.inf if self.gap_source is Source.DEFAULT else self.gap_target / self.steps_per_token
 
     @property
     def soft_gap(self) -> float:
-        """The same for a gap that is aimed at and not promised."""
+        """Longest step, in seconds, that keeps its default gap target (not promised). Infinite if it has none."""
         return self.gap_target / self.steps_per_token if self.gap_source is Source.DEFAULT else math.inf
 
     @property
@@ -94,15 +96,15 @@ class Request:
 
     @property
     def due(self) -> float:
-        """When its first token should come."""
+        """Time at which its first token should come, promised or not."""
         return self.arrival + self.ttft_target
 
     @property
     def deadline(self) -> float:
-        """When its first token is promised; infinite where it is not."""
+        """Time at which its first token is promised. Infinite if it is not promised."""
         return math.inf if self.ttft_source is Source.DEFAULT else self.arrival + self.ttft_target
 
     @property
     def age_key(self) -> tuple[bool, int, float, str]:
-        """Class, then arrival: who is smaller is senior."""
+        """Class, then arrival. A smaller key is more senior."""
         return (self.batch, self.priority, self.arrival, self.id)

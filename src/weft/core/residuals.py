@@ -1,9 +1,9 @@
-"""Residuals: how steps in service differ from what the cost model's coefficients say, measured by the rehearsal.
+"""Residuals: how served steps differ from the cost model's coefficients, measured by the rehearsal.
 
-Two effects are larger than the noise on a GPU. Matrix products do not grow evenly with the tokens of a step; that
-becomes part of the coefficients (`sizes`). And a GPU that has read prompts for some tens of milliseconds reaches its
-power limit and lowers its clock: on an H200 the same step of 1,100 tokens takes 28 ms after decodes and 31 to 33 ms
-after other prefills. The simulator makes steps take that long; the scheduler does not know it.
+Two effects are larger than the noise on a GPU. First, the time of matrix products does not grow evenly with the tokens
+of a step; this becomes part of the coefficients (`sizes`). Second, a GPU that has run prefills for some tens of
+milliseconds reaches its power limit and lowers its clock. On an H200 the same step of 1,100 tokens takes 28 ms after
+decodes and 31 to 33 ms after other prefills. The simulator models this; the scheduler does not.
 """
 
 import math
@@ -16,29 +16,29 @@ from numpy.typing import NDArray
 
 from weft.core.cost import Coefficients, StepShape
 
-HEATING = 0.03  # seconds in which the clock follows the load by two thirds, found on an H200
-PRIOR = 4.0  # steps: a size that was measured less often counts as mostly like the others
-LITTLE = 1e-3  # weight of a heat of nothing: keeps the fit regular where no step is hot
-FEWEST = 64  # steps of either kind that a fit needs
+HEATING = 0.03  # seconds after which the GPU clock has followed a load change by two thirds; measured on an H200
+PRIOR = 4.0  # steps; a size with fewer measurements is assumed to be mostly like the others
+LITTLE = 1e-3  # weight of a prior of zero for heat: keeps the fit regular if no step is hot
+FEWEST = 64  # steps of each kind that a fit needs
 ROUNDS = 10
-HUBER = 1.345  # spreads from where on an error counts in proportion to its size
+HUBER = 1.345  # spreads; a larger error counts in proportion to its size, not its square
 
 
 class Heat:
-    """The share of arithmetic-bound prefill work in the device's recent time: 0 (decodes only) to 1."""
+    """Share of arithmetic-bound prefill work in the device's recent time, from 0 (decodes only) to 1."""
 
     def __init__(self, coefficients: Coefficients) -> None:
         self.share = 0.0
         self._coefficients = coefficients
-        self._by_bytes = coefficients.fixed + coefficients.weights  # seconds of a step that heat nothing
+        self._by_bytes = coefficients.fixed + coefficients.weights  # seconds of a step that do not heat the device
 
     def rest(self, seconds: float) -> None:
-        """The device was idle for so long."""
+        """The device was idle for `seconds`."""
         if seconds > 0:
             self.share *= math.exp(-seconds / HEATING)
 
     def run(self, shape: StepShape, seconds: float) -> None:
-        """A step of this shape took so long."""
+        """A step of this shape took `seconds`."""
         work = max(0.0, self._coefficients.predict(shape) - self._by_bytes) if shape.slices else 0.0
         kept = math.exp(-seconds / HEATING)
         self.share = kept * self.share + (1 - kept) * min(1.0, work / seconds)
@@ -46,13 +46,13 @@ class Heat:
 
 @dataclass(frozen=True)
 class Residuals:
-    """Logarithms of measured over predicted time."""
+    """Parameters of log(measured / predicted) time of steps."""
 
-    decode: float  # of steps without prefill, on a cool device
-    prefill: float  # of steps with prefill, likewise
-    hot: float  # more where the heat is 1
-    decode_noise: float  # standard deviation of what is left, of steps without prefill
-    prefill_noise: float  # and of steps with prefill
+    decode: float  # mean of steps without prefill, on a cool device
+    prefill: float  # mean of steps with prefill, on a cool device
+    hot: float  # added at heat 1, in proportion to the heat
+    decode_noise: float  # standard deviation of the remaining error, for steps without prefill
+    prefill_noise: float  # the same for steps with prefill
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -60,7 +60,7 @@ class Residuals:
                 raise ValueError(f"residual {name}={value} must be a finite number, and noise at least 0")
 
     def expected(self, shape: StepShape, heat: float) -> float:
-        """Log of measured over predicted time of a step, but for noise."""
+        """Expected log(measured / predicted) of a step, without noise."""
         return (self.prefill if shape.slices else self.decode) + self.hot * heat
 
     def noise(self, shape: StepShape) -> float:
@@ -68,15 +68,15 @@ class Residuals:
 
 
 class RunStep(NamedTuple):
-    """A step as it was served."""
+    """A step that was served."""
 
     shape: StepShape
     seconds: float
-    idle: float = 0.0  # seconds before it in which the device did nothing; infinite for the first
+    idle: float = 0.0  # seconds that the device was idle before it; infinite for the first step
 
 
 def fit_residuals(coefficients: Coefficients, steps: Sequence[RunStep]) -> Residuals | None:
-    """What these steps, in their order, show beside the coefficients; None where there are too few."""
+    """Residuals of these steps, given in the order of execution; None if there are too few."""
     slices = _with_slices(steps)
     if not _are_enough(slices):
         return None
@@ -87,13 +87,13 @@ def fit_residuals(coefficients: Coefficients, steps: Sequence[RunStep]) -> Resid
 
 
 def fit_sizes(coefficients: Coefficients, steps: Sequence[RunStep]) -> tuple[float, ...]:
-    """Factors of steps with prefill by their size (see Coefficients.sizes); none where there are too few steps."""
+    """Factors of steps with prefill by size (see Coefficients.sizes); empty if there are too few steps."""
     slices = _with_slices(steps)
     if not _are_enough(slices):
         return ()
     sizes = np.array([-(-step.shape.tokens // coefficients.grain) - 1 for step in steps])
     number = 1 + int(sizes[slices].max())
-    # Columns: decodes, prefills, heat, and each size of prefill beside that.
+    # Columns: decode, prefill, heat, and one correction per size of a prefill step.
     design = np.zeros((len(steps), 3 + number))
     design[~slices, 0] = design[slices, 1] = 1.0
     design[:, 2] = _heats(coefficients, steps)
@@ -116,7 +116,7 @@ def _errors(coefficients: Coefficients, steps: Sequence[RunStep]) -> NDArray[np.
 
 
 def _heats(coefficients: Coefficients, steps: Sequence[RunStep]) -> list[float]:
-    """The heat at the beginning of each step."""
+    """Heat at the start of each step."""
     heat, found = Heat(coefficients), []
     for step in steps:
         heat.rest(step.idle)
@@ -128,7 +128,10 @@ def _heats(coefficients: Coefficients, steps: Sequence[RunStep]) -> list[float]:
 def _robust_fit(
     design: NDArray[np.float64], errors: NDArray[np.float64], prior: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Least squares in which outliers count less, and columns with a prior tend to zero; and what it leaves."""
+    """Solution and remaining errors of a least-squares fit.
+
+    Outliers count less. Columns with a prior are pulled towards zero.
+    """
     weight = np.ones(len(errors))
     solution = np.zeros(design.shape[1])
     wanted = np.zeros(len(prior))
@@ -141,5 +144,5 @@ def _robust_fit(
 
 
 def _deviation(errors: NDArray[np.float64]) -> float:
-    """Standard deviation as the bulk of the errors has it."""
+    """Robust standard deviation, from the median."""
     return 1.4826 * float(np.median(np.abs(errors)))

@@ -1,7 +1,9 @@
-"""The scheduler: two passes make a plan (decodes, then prefills as the policy ranks them), one commit takes it back in.
+"""The scheduler: `plan` builds a step in two passes, `commit` applies its result.
 
-It is a pure function of what it is told. The loop calls `plan`, hands the plan to an executor, and calls `commit` with
-what came of it, in the same order; when a plan is made, at most one earlier one is uncommitted.
+The first pass plans decodes, the second plans prefills in the policy's order.
+It is pure: its state depends only on its inputs. The loop calls `plan`, gives the plan to an executor, and calls
+`commit` with the outcome. Plans are committed in the order in which they were made. At most one earlier plan is
+uncommitted when a plan is made.
 """
 
 import math
@@ -33,13 +35,13 @@ from weft.core.turnover import Lengths, Turnover
 from weft.errors import QueueFullError, RequestError
 
 NOBODY: frozenset[Request] = frozenset()
-SCREENING_SHARE = 0.06  # of the tightest gap target: most that screening may take of one plan,
-MOST_SCREENING = 0.0012  # and most seconds
-FEWEST_VISITS = 24  # queue entries that a plan looks at for screening, however slow the host
+SCREENING_SHARE = 0.06  # share of the tightest gap target that screening may take in one plan
+MOST_SCREENING = 0.0012  # seconds that screening may take in one plan
+FEWEST_VISITS = 24  # queue entries that a plan may always visit for screening, however slow the host is
 
 
 class Scheduler:
-    """Owns the queue, the seats and the blocks."""
+    """Owns the queue, the seats (at most `max_num_seqs` running requests) and the KV blocks."""
 
     def __init__(
         self,
@@ -55,43 +57,43 @@ class Scheduler:
         wave: int = 0,
     ) -> None:
         self.policy = policy
-        self.wave = wave  # queries of a prefill slice that read its context together; 0: all
+        self.wave = wave  # queries of a prefill slice that read the context together; 0: all queries
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self.max_queued_requests = max_queued_requests
         self.max_queued_tokens = max_queued_tokens
-        self.tenant_weights = tenant_weights or {}  # shares, relative to 1
+        self.tenant_weights = tenant_weights or {}  # relative shares; the default is 1
         self._steps = 0  # plans made
         self.reset()
 
     def reset(self) -> None:
-        """Starts over with nothing queued, running, in flight or cached: after a step that failed."""
+        """Drops everything that is queued, running, in flight or cached. Used after a step failed."""
         self.pool = BlockPool(self.num_blocks)
         self.cache = PrefixCache(self.pool, self.enable_prefix_caching)
         self.slots = Slots(self.max_num_seqs)
         self.tenants = Tenants(self.max_num_seqs, self.num_blocks, self.tenant_weights)
         self.queue = Queue()
         self.running: set[Request] = set()
-        self._classes: Counter[tuple[bool, int]] = Counter()  # how many run of each class
-        self._wishing = 0  # how many run that wish for a smaller gap than they are promised
-        self._prefilling: list[Request] = []  # of those running, the ones with prompt left to plan
-        self._leaving: list[Request] = []  # gave up their seat; their slot is still named by a plan
-        self._last_predicted = 0.0  # seconds of the last plan
+        self._classes: Counter[tuple[bool, int]] = Counter()  # running requests per class (batch, priority)
+        self._wishing = 0  # running requests with a gap wish below their gap target
+        self._prefilling: list[Request] = []  # running requests with prompt tokens left to plan
+        self._leaving: list[Request] = []  # without a seat; a step in flight may still use their slot
+        self._last_predicted = 0.0  # seconds that the last plan is predicted to take
         self._device_free = -math.inf  # when the last plan is predicted to end
         self._is_idle = True  # no step is in flight
-        self._fresh: list[Request] = []  # not screened yet, in the order in which they will be
-        self._added = 0  # requests, so far
+        self._fresh: list[Request] = []  # requests that are not screened yet, in screening order
+        self._added = 0  # number of requests added so far
         self._fresh_tokens = 0
-        self.refused: list[Request] = []  # since the owner last looked; it empties the list
+        self.refused: list[Request] = []  # new refusals; the owner of the scheduler reads and empties the list
         self._draft = Draft()
         self._turnover = Turnover()
         self._lengths = Lengths()
 
     @property
     def has_work(self) -> bool:
-        """Whether another plan could do something, now or after the commit of what is in flight."""
+        """Whether a plan can do something, now or after the commit of the steps in flight."""
         return bool(self._fresh or self.queue or self.running)
 
     @property
@@ -100,19 +102,19 @@ class Scheduler:
 
     @property
     def num_unscreened(self) -> int:
-        """Newcomers that later plans will screen."""
+        """Number of new requests that later plans will screen."""
         return len(self._fresh)
 
     @property
     def queued_tokens(self) -> int:
-        """Of the prompts that wait."""
+        """Tokens to prefill of all waiting requests."""
         return self.queue.tokens + self._fresh_tokens
 
     def add(self, request: Request) -> None:
-        """Queues a request; refuses one that could never finish, or that finds the queue full."""
+        """Queues a request. Raises RequestError if it can never finish, QueueFullError if the queue is full."""
         if request.prompt_tokens < 1:
             raise RequestError("the prompt is empty: at least one token is needed to predict the next one")
-        # The last token is sampled, never computed, so it needs no room.
+        # The last token is sampled but never computed, so it needs no KV memory.
         if self._blocks_for(request.limit - 1) > self.pool.num_blocks:
             raise RequestError(
                 f"the request may grow to {request.limit} tokens, but the KV cache holds "
@@ -132,7 +134,7 @@ class Scheduler:
         self._fresh_tokens += request.known
 
     def abort(self, request: Request, reason: str = "abort", now: float | None = None) -> None:
-        """Ends a request at any moment. What a step in flight still computes for it is thrown away."""
+        """Ends a request at any time. Results of a step in flight for it are discarded."""
         if request.state is State.WAITING:
             if not self._take_fresh(request):
                 self.queue.remove(request)
@@ -143,19 +145,19 @@ class Scheduler:
             self._retire_slots()
 
     def release(self, request: Request) -> None:
-        """The mask of a constrained request's next token is there: a plan may sample for it again."""
+        """Lets plans sample for a constrained request again: the mask of its next token is ready."""
         request.held = False
         if request.state is State.RUNNING:
             self.slots.held[request.slot] = False
 
     def clear_cache(self) -> None:
-        """Forgets all cached content. Running requests keep theirs, unnamed."""
+        """Empties the prefix cache. Running requests keep their blocks, but these are no longer in the cache."""
         self.cache.clear()
         for request in self.running:
             request.named = len(request.blocks)
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next forward pass, or None where nothing can be done (idle, or all waits for a commit)."""
+        """The next forward pass, or None if there is nothing to run (idle, or all requests wait for a commit)."""
         if self._is_idle and now > self._device_free > -math.inf:
             self.policy.rest(now - self._device_free)
             self._device_free = now
@@ -169,11 +171,11 @@ class Scheduler:
         reason = self._plan_prefills(load)
         if prefills_first and not draft.prefills:
             draft.decodes = self._plan_decodes()
-        # A victim of the prefills may be among the decodes that were settled before.
+        # The prefill pass may have preempted requests that were already chosen to decode.
         decodes = self._still_decoding()
         self._retire_slots()
         if not len(decodes) and not draft.prefills:
-            return None  # who was seated in vain stays in the draft, for the executor to hear of with the next plan
+            return None  # a request with a seat but no slice stays in the draft: the next plan tells the executor
         plan = self._seal(decodes, reason)
         self._draft = Draft()
         plan.starved = bool(self._prefilling or self.queue) and self.policy.allowance.starves(load)
@@ -183,7 +185,7 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, outcome: Outcome, started: float, finished: float) -> StepRecord:
-        """Takes a step's outcome in: progress, finishes, blocks that became full."""
+        """Applies the outcome of a step: progress, finished requests, blocks that became full."""
         slots = self.slots
         slots.in_flight[plan.slots] -= 1
         slots.computed[plan.slots] = plan.first + plan.count
@@ -207,7 +209,7 @@ class Scheduler:
         if plan.number == self._steps:
             self._device_free = finished
             self._is_idle = True
-        elif plan.number == self._steps - 1:  # the one behind it begins now
+        elif plan.number == self._steps - 1:  # the next step begins now
             self._device_free = finished + self._last_predicted
         return StepRecord(
             number=plan.number,
@@ -229,7 +231,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the books do not balance. Costs O(blocks): for tests and idle moments."""
+        """Raises AssertionError if the state is inconsistent. Takes O(blocks) time: for tests and idle times."""
         self.pool.check_integrity()
         self.cache.check_integrity()
         refs = [0] * self.pool.num_blocks
@@ -259,7 +261,10 @@ class Scheduler:
     # The passes
 
     def _plan_decodes(self) -> NDArray[np.int64]:
-        """Slots of every request that can decode; blocks for those that need one, the oldest first."""
+        """Slots of all requests that can decode. Allocates a block for each request that needs one.
+
+        If blocks are short, the most senior request (class, then arrival) gets its block first.
+        """
         slots = self.slots
         ready = np.flatnonzero(slots.decoding & (slots.known < slots.limit))
         self._draft.held = NO_SLOTS
@@ -274,13 +279,13 @@ class Scheduler:
             return ready
         for request in sorted((self._occupant(slot) for slot in short.tolist()), key=_age):
             if request.state is State.RUNNING and not self._grow(request, 1):
-                self._preempt(request)  # nobody gives way to it, so it does
+                self._preempt(request)  # no other request can be preempted for it
         return ready[slots.decoding[ready]]
 
     def _plan_prefills(self, load: StepLoad) -> str:
-        """Slices of prefills under way and of waiting requests, in the policy's order, until the budget is spent.
+        """Plans slices of running prefills and of waiting requests, in the policy's order, until the budget is spent.
 
-        Returns what bounded them.
+        Returns what limited the prefill tokens.
         """
         budget = self._budget(load)
         if not self._prefilling and not self.queue:
@@ -294,7 +299,7 @@ class Scheduler:
                 if not self._admit(request, budget, load, turns):
                     continue
                 if self._draft.preemptions > victims and not self._draft.prefills:
-                    load = self._load(self._still_decoding(), load.start)  # those who made room ask for nothing now
+                    load = self._load(self._still_decoding(), load.start)  # the victims' targets no longer count
                     budget = self._budget(load)
             turns.served(request)
             if not self._plan_prefill(request, budget):
@@ -312,11 +317,11 @@ class Scheduler:
         return self.policy.allowance.budget(load)
 
     def _admit(self, request: Request, budget: Budget, load: StepLoad, turns: Turns) -> bool:
-        """Seats a waiting request if there is room for it.
+        """Gives a waiting request a seat if there is room. Returns whether it did.
 
-        One that does not fit is not overtaken for being large, except by other tenants if its own has its share. One
-        whose promise, or another's, the decode step would break is passed over until that step is shorter, and one
-        that is held until it is released.
+        If a request does not fit, no smaller request overtakes it. If its tenant has used its share, requests of other
+        tenants go on. A request is passed over if the decode step would then break a promised gap, until that step is
+        shorter. A held request is passed over until it is released.
         """
         if request.held:
             turns.pass_over(request)
@@ -333,7 +338,7 @@ class Scheduler:
             turns.close()
             return False
         if not self._joins(request, load, NOBODY):
-            if request.batch:  # thousands may wait behind it, and those find no slack either
+            if request.batch:  # thousands may wait behind it, and they find no slack either
                 turns.close_line(request)
             else:
                 turns.pass_over(request)
@@ -343,16 +348,16 @@ class Scheduler:
         return True
 
     def _who_makes_room(self, request: Request, load: StepLoad) -> list[Request]:
-        """Whom to preempt so that a request can start, the least loss first; nobody if that would not be enough.
+        """Victims to preempt so that a request can start, cheapest first. Empty if they would not be enough.
 
-        For a seat and for blocks the lower classes give way, and tenants above their share; for the time of the decode
-        step only the batch class does.
+        For a seat and blocks, victims are requests of lower classes and of tenants above their share. For time in the
+        decode step, victims are batch requests only.
         """
         fits, joins = self._has_room(request, NOBODY), self._joins(request, load, NOBODY)
         if (fits and joins) or not self._somebody_may_give_way(request):
             return []
         chosen: list[Request] = []
-        given: dict[Account, tuple[int, int]] = {}  # seats and blocks of those chosen
+        given: dict[Account, tuple[int, int]] = {}  # seats and blocks that the chosen victims free
         for other in sorted(self.running - self._draft.prefilled, key=self._loss):
             if (fits and joins) or (fits and not other.batch):
                 break
@@ -370,18 +375,18 @@ class Scheduler:
         return self.tenants.several or any(other > own for other, count in self._classes.items() if count)
 
     def _has_room(self, request: Request, gone: frozenset[Request]) -> bool:
-        """Whether there would be a seat and room for the whole prompt if those in `gone` were not there."""
+        """Whether there is a seat and room for the whole prompt, without the requests in `gone`."""
         return len(self.running) - len(gone) < self.max_num_seqs and self._fits(request, gone)
 
     def _joins(self, request: Request, load: StepLoad, gone: frozenset[Request]) -> bool:
-        """Whether the decode step with all prefills under way and this one in it still keeps every promise."""
+        """Whether a decode step with all running prefills and this request would still keep every promised gap."""
         if len(self.running) == len(gone):
             return True
         decodes = self._decoding()
         if gone:
             decodes = decodes[~np.isin(decodes, [other.slot for other in gone])]
         prefills = [other for other in self._prefilling if other not in gone] + [request]
-        prefills = [other for other in prefills if other.known + 1 < other.limit]  # the others never decode
+        prefills = [other for other in prefills if other.known + 1 < other.limit]  # drops requests that never decode
         if not prefills:
             return True
         if request.batch:
@@ -392,7 +397,7 @@ class Scheduler:
     def _has_slack(
         self, decodes: NDArray[np.int64], prefills: Sequence[Request], load: StepLoad, *, joins: bool
     ) -> bool:
-        """Whether the batch requests among these may be in one decode step with the others."""
+        """Whether the batch requests among these may share a decode step with the other requests."""
         others = [request for request in prefills if not request.batch]
         alone = self._decode_shape(decodes[~self.slots.batch[decodes]], others)
         _, _, gap, soft_gap, *_ = self._load(decodes, load.start)
@@ -402,12 +407,12 @@ class Scheduler:
         return self.policy.admission.has_slack(after, alone, gap, soft_gap, joins)
 
     def _decode_shape(self, decodes: NDArray[np.int64], prefills: Sequence[Request]) -> StepShape:
-        """The step in which all of these decode."""
+        """Shape of the step in which all of these requests decode."""
         context = int(self.slots.planned[decodes].sum()) + len(decodes) + sum(request.known for request in prefills)
         return decodes_alone(len(decodes) + len(prefills), context)
 
     def _trim_batch(self, load: StepLoad, now: float) -> StepLoad:
-        """Preempts batch requests until the decode step takes at most their share of the others' tightest gap."""
+        """Preempts batch requests until the decode step is short enough for the other requests (see `has_slack`)."""
         decodes = self._draft.decodes
         slots = decodes[self.slots.batch[decodes]]
         if not len(slots):
@@ -419,19 +424,19 @@ class Scheduler:
         return self._load(self._still_decoding(), now)
 
     def _still_decoding(self) -> NDArray[np.int64]:
-        """Of the decodes that were settled, those who have not been preempted since."""
+        """Slots of the chosen decodes, without requests that were preempted since."""
         decodes = self._draft.decodes
         return decodes[self.slots.decoding[decodes]]
 
     def _decoding(self) -> NDArray[np.int64]:
-        """The decodes of this step and those that sit it out."""
+        """Slots of the decodes of this step and of held requests, which skip it."""
         decodes, held = self._still_decoding(), self._draft.held
         return np.concatenate([decodes, held[self.slots.decoding[held]]]) if len(held) else decodes
 
     # Parts of the passes
 
     def _plan_prefill(self, request: Request, budget: Budget) -> int:
-        """The request's next slice; returns its length, 0 where the budget is spent or no block could be had."""
+        """Plans the request's next slice. Returns its length; 0 if the budget is spent or blocks are lacking."""
         slots, slot = self.slots, request.slot
         self._take_cached(request)
         first, known = int(slots.planned[slot]), int(slots.known[slot])
@@ -442,28 +447,28 @@ class Scheduler:
         self._draft.prefills.append((request, first, count))
         self._draft.prefilled.add(request)
         slots.planned[slot] = first + count
-        # Named now, so that an equal prompt in this very step shares them: executors run plans in order, and a forward
-        # pass writes the keys and values of all its slices before it reads any.
+        # Insert the blocks into the prefix cache now, so that an equal prompt in the same step shares them. This is
+        # safe: executors run plans in order, and a forward pass writes all its keys and values before it reads any.
         self._name_blocks(request, (first + count) // self.block_size)
         return count
 
     def _load(self, decodes: NDArray[np.int64], now: float) -> StepLoad:
         count = len(decodes)
         context = int(self.slots.planned[decodes].sum()) + count
-        held = self._draft.held  # that wait for this step as well
+        held = self._draft.held  # held requests wait for this step as well
         waiting = np.concatenate([decodes, held]) if len(held) else decodes
         gap = float(self.slots.gap_target[waiting].min(initial=math.inf))
         soft_gap = float(self.slots.soft_gap[waiting].min(initial=math.inf))
         return StepLoad(max(now, self._device_free), decodes_alone(count, context), gap, soft_gap)
 
     def _firm_load(self, load: StepLoad) -> StepLoad:
-        """The load without the batch class, which gives way; and when its requests end."""
+        """The load without batch requests (they can be preempted), with free memory and when the others end."""
         decodes = self._decoding()
         firm = decodes[~self.slots.batch[decodes]]
         found = self._load(firm, load.start)
         slots = self.slots
         known = slots.known[firm]
-        gap = slots.gap_target[firm] * np.where(slots.constrained[firm], CONSTRAINED_STEPS, 1)  # from token to token
+        gap = slots.gap_target[firm] * np.where(slots.constrained[firm], CONSTRAINED_STEPS, 1)  # seconds between tokens
         return found._replace(
             ends=self._lengths.expect(known - slots.prompt[firm], slots.limit[firm] - known, gap, slots.planned[firm]),
             crowded=len(firm) < len(decodes),
@@ -472,12 +477,12 @@ class Scheduler:
         )
 
     def _take_cached(self, request: Request) -> None:
-        """Appends the blocks that others have computed (or have planned to) since the last look."""
+        """Appends cached blocks that other requests have computed or planned since the last call."""
         slots, slot = self.slots, request.slot
         planned = int(slots.planned[slot])
         if not request.reuse_prefix or planned != slots.capacity[slot]:
             return
-        # The last known token is always computed: its output is what the next one is sampled from.
+        # The last known token is always computed: the next token is sampled from its output.
         stop = (int(slots.known[slot]) - 1) // self.block_size
         blocks = self.cache.match(request.hashes, len(request.blocks), stop)
         for block in blocks:
@@ -491,29 +496,29 @@ class Scheduler:
             request.cached_tokens += gained
 
     def _fits(self, request: Request, gone: frozenset[Request]) -> bool:
-        """Whether the whole uncached prompt fits beside what runs, with room for the others to grow."""
+        """Whether the uncached part of the prompt fits into free blocks, with room for running requests to grow."""
         if len(self.running) == len(gone):
             return True
         free = self._unclaimed(gone)
-        if free < 1:  # at least its last block is always its own: no need to look the others up
+        if free < 1:  # its last block is never shared, so it needs at least one: skip the lookup
             return False
         hits = self.cache.match(request.hashes, 0, self._shareable(request))
         unused_hits = sum(self.pool.refs[block] == 0 for block in hits)
         return self._blocks_for(request.known) - len(hits) + unused_hits <= free
 
     def _unclaimed(self, gone: frozenset[Request]) -> int:
-        """Blocks that nobody beside those in `gone` has or will need soon."""
+        """Free blocks plus blocks of the requests in `gone`, minus blocks that other running requests need soon."""
         claimed = sum(
             self._blocks_for(int(self.slots.known[other.slot])) - len(other.blocks)
             for other in self._prefilling
             if other not in gone
         )
-        growth_reserve = len(self.running) - len(gone)  # one block each
-        freed = sum(len(other.blocks) for other in gone)  # at most: some may be shared
+        growth_reserve = len(self.running) - len(gone)  # one block per request
+        freed = sum(len(other.blocks) for other in gone)  # an upper bound: some may be shared
         return self.pool.num_free + freed - claimed - growth_reserve
 
     def _grow(self, request: Request, count: int) -> bool:
-        """Gives a request `count` more blocks, preempting those who give way to it if it must."""
+        """Gives a request `count` more blocks; preempts other requests if needed. Returns whether it succeeded."""
         while self.pool.num_free < count:
             victim = self._victim(request)
             if victim is None:
@@ -523,7 +528,7 @@ class Scheduler:
         return True
 
     def _grow_all(self, short: NDArray[np.int64]) -> None:
-        """One block more for each of these slots, all at once: the common case of a decode step."""
+        """Adds one block to each of these slots at once: the common case of a decode step."""
         blocks = self.pool.allocate(len(short))
         slots = short.tolist()
         for slot, block in zip(slots, blocks, strict=True):
@@ -547,18 +552,19 @@ class Scheduler:
         draft.blocks += blocks
 
     def _victim(self, claimant: Request) -> Request | None:
-        """Of those who must give way to the claimant the one whose loss costs least; None where nobody must.
+        """The cheapest request to preempt for `claimant`, or None.
 
-        One that this step already prefills for is never taken.
+        A request with a prefill slice in this plan is never preempted.
         """
         others = self.running - self._draft.prefilled
         givers = [other for other in others if self._gives_way(other, claimant) or self._is_junior(other, claimant)]
         return min(givers, key=self._loss, default=None)
 
     def _gives_way(self, request: Request, claimant: Request, seats: int = 0, blocks: int = 0) -> bool:
-        """The lower class to the higher; within a class, the tenant above its share to the one within.
+        """Whether `request` may be preempted for `claimant` because of class or tenant share.
 
-        `seats` and `blocks` are what the former has given up already.
+        A lower class is preempted for a higher one. Within a class, a tenant above its share is preempted for a tenant
+        within its share. `seats` and `blocks` are already counted as given up by the tenant of `request`.
         """
         if request.age_key[:2] != claimant.age_key[:2]:
             return request.age_key[:2] > claimant.age_key[:2]
@@ -566,7 +572,10 @@ class Scheduler:
         return over and not self._is_over(claimant)
 
     def _is_junior(self, request: Request, claimant: Request) -> bool:
-        """The younger to the elder of its class, unless that one's tenant is above its share and its own is not."""
+        """Whether `request` may be preempted for `claimant` because it is younger.
+
+        Not if the tenant of `claimant` is above its share and the tenant of `request` is not.
+        """
         if request.age_key <= claimant.age_key:
             return False
         return self._is_over(request) or not self._is_over(claimant)
@@ -579,20 +588,20 @@ class Scheduler:
         return self.tenants.is_over(_account(request), batch=request.batch, seats=1, blocks=blocks)
 
     def _levels(self) -> Iterator[float]:
-        """How much those with prompts to compute were served."""
+        """Service that each tenant with prompts to compute has received."""
         for line in self.queue.lines:
             yield line.account.service
         for request in [*self._fresh, *self._prefilling]:
             yield service_of(request)
 
     def _loss(self, request: Request) -> tuple[bool, int, bool, float, float, str]:
-        """Smaller is easier to give up: the lowest class, then one that is promised nothing, then the least work."""
+        """Sort key of victims, cheapest first: lowest class, no promise, least work lost, latest arrival."""
         work = self.policy.work(int(self.slots.computed[request.slot]))
         promised = request.firm_gap < math.inf or request.deadline < math.inf
         return not request.batch, -request.priority, promised, work, -request.arrival, request.id
 
     def _check_queue(self, request: Request) -> None:
-        # Who finds a seat free does not wait for long.
+        # Requests for which a seat is free do not count: they will not wait long.
         waiting = self.num_waiting - max(0, self.max_num_seqs - len(self.running))
         if self.max_queued_requests is not None and waiting >= self.max_queued_requests:
             raise QueueFullError(
@@ -606,15 +615,15 @@ class Scheduler:
             )
 
     def _screen(self, load: StepLoad, now: float) -> None:
-        """Refuses newcomers that would be late or make others late, and requests whose time ran out in the queue.
+        """Refuses new requests that would be late or make others late, and queued requests that cannot be on time.
 
-        A burst is screened in parts, the earliest deadline first, so that no plan takes long.
+        A burst is screened in parts, so that no plan takes long. Within a class, the earliest due time goes first.
         """
         if not self._fresh and not self.queue:
             return
         load = self._firm_load(load)
         visits = self._visits(load)
-        while self._fresh and (visits > 0 or not (self.running or self.queue)):  # an idle device waits for the first
+        while self._fresh and (visits > 0 or not (self.running or self.queue)):  # if idle, until one is queued
             newcomers = _of_one_class(self._fresh[: max(1, visits - GROUPS)])
             del self._fresh[: len(newcomers)]
             visits -= len(newcomers) + GROUPS
@@ -636,7 +645,7 @@ class Scheduler:
         self._refuse_hopeless(load, now)
 
     def _take_fresh(self, request: Request) -> bool:
-        """Takes back a newcomer; False where it was screened already."""
+        """Removes a request that is not screened yet. Returns False if it was screened already."""
         place = bisect_left(self._fresh, _screening_order(request), key=_screening_order)
         if place == len(self._fresh) or self._fresh[place] is not request:
             return False
@@ -645,16 +654,16 @@ class Scheduler:
         return True
 
     def _visits(self, load: StepLoad) -> int:
-        """How many queue entries this plan may look at for screening: a small share of the tightest gap target."""
+        """Queue entries that this plan may visit for screening, in a small share of the tightest gap target."""
         seconds = min(SCREENING_SHARE * min(load.gap, load.soft_gap), MOST_SCREENING)
         return max(FEWEST_VISITS, int(seconds / self.policy.host.visit))
 
     def _meet(self, request: Request) -> None:
-        """Finds out what the prefix cache has of a newcomer, and whether its promise is possible at all."""
+        """Looks up a new request in the prefix cache. Drops an operator's target that an idle machine would miss."""
         hits = self.cache.match(request.hashes, 0, self._shareable(request))
         request.expected_hits = len(hits) * self.block_size
         if request.ttft_source is Source.OPERATOR and not self.policy.admission.is_possible(self._left_of(request)):
-            request.ttft_target = math.inf  # served behind the promised ones
+            request.ttft_target = math.inf  # served behind requests with a promise
             request.rank = self.policy.order.rank(request)
         request.packed = self._left_of(request).pack()
 
@@ -668,13 +677,13 @@ class Scheduler:
                 self._refuse(request, now)
 
     def _is_hopeless(self, request: Request, load: StepLoad) -> bool:
-        """One that has started already is carried to its end."""
+        """Whether a waiting request cannot be on time. A preempted request is never refused: it runs to its end."""
         if request.preemptions:
             return False
         return self.policy.admission.is_hopeless(self._left_of(request), self._load_for(request, load))
 
     def _load_for(self, request: Request, load: StepLoad) -> StepLoad:
-        """As a request sees it: where others may have to give way to it, it does not wait for memory."""
+        """The load for this request. If others may be preempted for it, it does not wait for memory."""
         return load._replace(free=math.inf) if self._somebody_may_give_way(request) else load
 
     def _refuse(self, request: Request, now: float) -> None:
@@ -682,7 +691,7 @@ class Scheduler:
         self.refused.append(request)
 
     def _lineup(self, now: float, newcomers: Sequence[Request]) -> Lineup:
-        """All prompts that are not computed yet, the newcomers included; see `line_up`."""
+        """All prompts that are not computed yet, with the newcomers; see `line_up`."""
         return line_up(self.queue, self._prefilling, newcomers, self._packed, now)
 
     def _packed(self, request: Request) -> bytes:
@@ -693,11 +702,11 @@ class Scheduler:
         return Prefill(request, done, request.known - done)
 
     def _shareable(self, request: Request) -> int:
-        """Blocks of a request that may come from the prefix cache: its last token is always computed."""
+        """Most blocks that a request may take from the prefix cache. Its last token is always computed."""
         return (request.known - 1) // self.block_size if request.reuse_prefix else 0
 
     def _preempt(self, request: Request) -> None:
-        """Takes seat and blocks away; the request queues again with all tokens it knows, to be computed anew."""
+        """Takes the seat and the blocks of a request. It is queued again, to recompute all its known tokens."""
         slot = request.slot
         request.known = int(self.slots.known[slot])
         request.held = bool(self.slots.held[slot])
@@ -714,13 +723,13 @@ class Scheduler:
     def _seat(self, request: Request) -> None:
         self.slots.take(request)
         request.state = State.RUNNING
-        request.packed = b""  # from now on it changes with every slice
+        request.packed = b""  # not kept while running: it changes with every slice
         self.running.add(request)
         account = _account(request)
         account.seats += 1
         self._classes[request.age_key[:2]] += 1
         self._wishing += request.wishes_more
-        if request.tag is None:  # the whole prompt is charged at once, and only once
+        if request.tag is None:  # charge the whole prompt at once, and only once
             if request.user and not request.sibling:
                 account.step_out(request.batch, request.user)
             request.tag = account.service
@@ -729,7 +738,7 @@ class Scheduler:
         self._draft.joined.append(request)
 
     def _unseat(self, request: Request) -> None:
-        """Frees blocks and seat at once; the slot follows when no plan names it any more."""
+        """Frees the blocks and the seat at once. The slot is freed later, when no step in flight uses it."""
         self.running.remove(request)
         if request in self._prefilling:
             self._prefilling.remove(request)
@@ -746,16 +755,19 @@ class Scheduler:
         self._leaving.append(request)
 
     def _leave(self, request: Request) -> None:
-        """One that ran goes for good."""
+        """Removes a running request for good, and records its output length and the blocks that it freed."""
         free = self.pool.num_free
         written = int(self.slots.known[request.slot]) - request.prompt_tokens
         self._unseat(request)
-        if written > 0:  # one that was aborted before its first token says nothing
+        if written > 0:  # a request that was aborted before its first token is no sample
             self._lengths.ended(written)
         self._turnover.ended((self.pool.num_free - free) * self.block_size)
 
     def _retire_slots(self) -> None:
-        """Slots given up in the making of a plan are reused only by later ones, and only when no step names them."""
+        """Frees slots of requests without a seat, once no step in flight uses them.
+
+        A slot that is given up while a plan is made is reused only by a later plan.
+        """
         if self._leaving:
             staying = [request for request in self._leaving if self.slots.in_flight[request.slot]]
             for request in self._leaving:
@@ -772,14 +784,14 @@ class Scheduler:
         self.tenants.leave(_account(request), request.batch)
 
     def _name_blocks(self, request: Request, stop: int) -> None:
-        """Offers the request's full blocks up to `stop` to the prefix cache, as far as their hashes are known."""
+        """Inserts the request's full blocks up to `stop` into the prefix cache, as far as their hashes are known."""
         start, stop = request.named, min(stop, len(request.hashes))
         if stop > start:
             self.cache.insert(request.hashes[start:stop], request.blocks[start:stop])
             request.named = stop
 
     def _seal(self, decodes: NDArray[np.int64], reason: str) -> StepPlan:
-        """Turns the draft into arrays, and counts what the step will compute and sample as planned and known."""
+        """Turns the draft into a StepPlan. Updates `planned` and `known` with what the step computes and samples."""
         draft, slots = self._draft, self.slots
         prefills = draft.prefills
         num_decodes = len(decodes)
@@ -788,14 +800,14 @@ class Scheduler:
         count = np.ones(num_decodes + len(prefills), np.int64)
         samples = np.ones(num_decodes + len(prefills), np.bool_)
         slots.planned[decodes] += 1
-        if prefills:  # most steps have none, and need not pay for them
+        if prefills:  # most steps have none and skip this cost
             rows = np.concatenate([rows, ints([request.slot for request, _, _ in prefills])])
             first = np.concatenate([first, ints([first for _, first, _ in prefills])])
             count[num_decodes:] = [count for _, _, count in prefills]
             samples = first + count == slots.known[rows]
         known = slots.known[rows] + samples
         slots.known[rows] = known
-        if slots.constrained.any():  # held until the loop has seen the token and has the next mask
+        if slots.constrained.any():  # held until the loop has the token and the next mask
             slots.held[rows] |= samples & slots.constrained[rows]
         slots.in_flight[rows] += 1
         for row, (request, _, _) in enumerate(prefills, start=num_decodes):
@@ -845,13 +857,13 @@ def _account(request: Request) -> Account:
 
 
 def _of_one_class(requests: list[Request]) -> list[Request]:
-    """The first requests, as far as they are of the class of the very first."""
+    """The leading requests that have the same class as the first one."""
     own = _class(requests[0])
     return list(takewhile(lambda request: _class(request) == own, requests))
 
 
 def _screening_order(request: Request) -> tuple[Rank, float, int]:
-    """Class, then when the first token is due; of two that are alike, the one that came first."""
+    """Sort key: class, then due time of the first token at arrival, then order of arrival."""
     return _class(request), request.screened_by, request.number
 
 

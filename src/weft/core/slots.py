@@ -1,4 +1,4 @@
-"""Slots: the running requests' counts as arrays, so that a decode step costs a few array operations."""
+"""Slots: counters of the running requests as arrays, so that a decode step takes only a few array operations."""
 
 from collections import deque
 
@@ -8,29 +8,29 @@ from weft.core.request import Request
 
 
 class Slots:
-    """Rows of state, one per request that a plan may name.
+    """Rows of state, one per request that a plan may contain.
 
-    There are twice as many slots as seats: one that was given up stays reserved while a step in flight names it, and
-    a newcomer must not wait for that. Invariant of a row: computed <= planned <= known <= limit.
+    A slot that was given up stays reserved while a step in flight uses it, and a new request must not wait for that. So
+    there are twice as many slots as seats. Invariant of a row: computed <= planned <= known <= limit.
     """
 
     def __init__(self, seats: int) -> None:
         size = self.size_for(seats)
         self.size = size
         self.prompt = np.zeros(size, np.int64)  # tokens of the prompt
-        self.known = np.zeros(size, np.int64)  # tokens that exist, a planned sample included
-        self.planned = np.zeros(size, np.int64)  # tokens that some plan has computed or will
-        self.computed = np.zeros(size, np.int64)  # tokens whose step was committed
+        self.known = np.zeros(size, np.int64)  # tokens that exist, including a planned sample
+        self.planned = np.zeros(size, np.int64)  # tokens that are computed, cached or in a plan
+        self.computed = np.zeros(size, np.int64)  # tokens up to the end of the last committed step
         self.limit = np.zeros(size, np.int64)
-        self.gap_target = np.full(size, np.inf)  # seconds that a step may take for its promised gap
-        self.soft_gap = np.full(size, np.inf)  # the same for a gap that is aimed at and not promised
+        self.gap_target = np.full(size, np.inf)  # longest step, in seconds, that keeps the promised gap
+        self.soft_gap = np.full(size, np.inf)  # the same for a default gap target, which is not promised
         self.gap_wish = np.full(size, np.inf)
         self.batch = np.zeros(size, np.bool_)
         self.constrained = np.zeros(size, np.bool_)
-        self.held = np.zeros(size, np.bool_)  # constrained, and the mask of its next token is not there yet
-        self.capacity = np.zeros(size, np.int64)  # tokens that fit into the blocks it holds
-        self.decoding = np.zeros(size, np.bool_)  # seated, and its next input is its own last sample
-        self.in_flight = np.zeros(size, np.int64)  # submitted steps that name the row and are not committed
+        self.held = np.zeros(size, np.bool_)  # constrained, and the mask of the next token is not ready
+        self.capacity = np.zeros(size, np.int64)  # tokens that fit into its blocks
+        self.decoding = np.zeros(size, np.bool_)  # has a seat, and its next input is its last sample
+        self.in_flight = np.zeros(size, np.int64)  # uncommitted steps that use the row
         self.occupant: list[Request | None] = [None] * size
         self._free = deque(range(size))
 

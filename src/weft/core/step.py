@@ -1,4 +1,4 @@
-"""What passes between scheduler, loop and executor for one forward pass."""
+"""Data that scheduler, loop and executor exchange for one forward pass."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,16 +13,16 @@ from weft.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One request's part of a step, for people; plans keep arrays."""
+    """One request's part of a step, in readable form. Plans store arrays instead."""
 
     request: Request
     first: int  # position of its first token
     count: int
-    samples: bool  # whether a token is sampled behind it
+    samples: bool  # whether a token is sampled after it
 
 
 class BlockUpdates(NamedTuple):
-    """Block table entries that are new since the last plan: table[slot, column] = block. Tables only ever append."""
+    """Block table entries that are new since the last plan: table[slot, column] = block. Block tables only append."""
 
     slots: NDArray[np.int64]
     columns: NDArray[np.int64]
@@ -31,7 +31,7 @@ class BlockUpdates(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One forward pass. Rows are slices: first the decodes (one token each), then the prefills."""
+    """One forward pass. Each row is one request: first the decodes (one token each), then the prefill slices."""
 
     number: int
     requests: list[Request]
@@ -39,17 +39,17 @@ class StepPlan:
     first: NDArray[np.int64]
     count: NDArray[np.int64]
     samples: NDArray[np.bool_]
-    last: NDArray[np.bool_]  # the token sampled here reaches the request's limit
+    last: NDArray[np.bool_]  # the sampled token reaches the request's limit
     num_decodes: int
-    shape: StepShape  # what its time depends on
-    joined: list[Request]  # took their slot with this plan
+    shape: StepShape  # input of the cost model
+    joined: list[Request]  # requests that got a slot since the last plan
     new_blocks: BlockUpdates
-    cached_tokens: int  # taken from the prefix cache instead of computed
+    cached_tokens: int  # tokens taken from the prefix cache instead of computed
     preemptions: int
-    lost_tokens: int  # that these had computed
-    reason: str  # what bounded the prefill tokens
-    predicted: float | None = None  # seconds; None: nobody predicted
-    starved: bool = False  # a promised gap leaves prompts less than a quarter of the pace that `chunked` would give
+    lost_tokens: int  # computed or cached tokens of the preempted requests
+    reason: str  # what limited the prefill tokens
+    predicted: float | None = None  # seconds; None: there is no cost model
+    starved: bool = False  # a promised gap leaves prefills less than a quarter of the pace that `chunked` would give
 
     @property
     def num_tokens(self) -> int:
@@ -62,19 +62,19 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the loop learned from the tokens of a step and core needs to know."""
+    """Results of a step that the scheduler needs. The loop finds them in the sampled tokens."""
 
-    finished: list[tuple[Request, str]] = field(default_factory=list)  # with the reason
-    filled: list[Request] = field(default_factory=list)  # a block of theirs became full, and has its entry in `hashes`
+    finished: list[tuple[Request, str]] = field(default_factory=list)  # request and finish reason
+    filled: list[Request] = field(default_factory=list)  # requests with a new full block, already in `hashes`
 
 
 class HostTimes(NamedTuple):
-    """Seconds that the host took for a step, mostly while the device ran the step before."""
+    """Seconds of host time for a step. Most of it overlaps with the previous step on the device."""
 
     plan: float = 0.0
-    submit: float = 0.0  # making the step's inputs included
-    commit: float = 0.0  # from when the result was there until the tokens could be handed out
-    outside: float = 0.0  # between two turns of the loop: handing tokens out, taking requests in
+    submit: float = 0.0  # includes building the step's inputs
+    commit: float = 0.0  # from the result until the tokens can be sent out
+    outside: float = 0.0  # between two iterations of the loop: sending tokens, receiving requests
 
 
 NO_TIMES, NOTHING = HostTimes(), StepShape()
@@ -82,7 +82,7 @@ NO_TIMES, NOTHING = HostTimes(), StepShape()
 
 @dataclass(slots=True)
 class StepRecord:
-    """What really happened. Times are seconds on the loop's clock."""
+    """Measurements of a committed step. Times are seconds on the loop's clock."""
 
     number: int
     started: float
@@ -93,11 +93,11 @@ class StepRecord:
     prefill_tokens: int
     cached_tokens: int
     preemptions: int
-    lost_tokens: int  # computed by those who were preempted, to be computed anew unless the prefix cache keeps them
+    lost_tokens: int  # computed or cached tokens of preempted requests; recomputed unless the prefix cache keeps them
     requests_finished: int
     running: int
     waiting: int
     free_blocks: int
-    shape: StepShape = NOTHING  # what its time depends on
-    host: HostTimes = NO_TIMES  # the loop fills it in
-    starved: bool = False  # a promised gap leaves prompts less than a quarter of the pace that `chunked` would give
+    shape: StepShape = NOTHING  # input of the cost model
+    host: HostTimes = NO_TIMES  # set by the loop
+    starved: bool = False  # a promised gap leaves prefills less than a quarter of the pace that `chunked` would give

@@ -1,38 +1,38 @@
-"""Tenants: what each was served and what it holds. Who got least goes first, and none keeps more than its share."""
+"""Tenants: what each has received and holds. The least served goes first; none keeps more than its share."""
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-INPUT_WEIGHT = 1.0  # of a token that is computed
-OUTPUT_WEIGHT = 2.0  # of a token that is sampled: it takes a whole step's turn, and its context is read for it
-DEBT = 32_768.0  # weighted tokens: a tenant that was served more than this ahead of the others is not set back further
+INPUT_WEIGHT = 1.0  # weight of a prompt token that is computed
+OUTPUT_WEIGHT = 2.0  # weight of a sampled token: it takes a place in a whole step, which reads its context
+DEBT = 32_768.0  # weighted tokens; a tenant further ahead of the others than this is not put back further
 
-MEMORY = 1024  # tenants that are remembered while they are away
+MEMORY = 1024  # absent tenants that are remembered
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One tenant's."""
+    """Usage of one tenant."""
 
     name: str
-    weight: float = 1.0  # its share, relative to the others'
-    service: float = 0.0  # weighted tokens, divided by the weight
-    unserved_since: float = 0.0  # when it began to wait, or last got a slice
-    firm: int = 0  # requests that wait or run
-    batch: int = 0  # likewise, of the batch class
+    weight: float = 1.0  # relative share
+    service: float = 0.0  # weighted tokens received, divided by `weight`
+    unserved_since: float = 0.0  # time of its last slice, or when it began to wait
+    firm: int = 0  # waiting and running requests outside the batch class
+    batch: int = 0  # waiting and running batch requests
     seats: int = 0
     blocks: int = 0  # a block that two requests share counts for both
-    waiting: Counter[tuple[bool, str]] = field(default_factory=Counter)  # prompts that wait to start: of batch, of whom
+    waiting: Counter[tuple[bool, str]] = field(default_factory=Counter)  # waiting prompts per (batch, user)
 
     def line_up(self, batch: bool, user: str) -> int:
-        """A prompt of this user waits; returns how many did before it."""
+        """Adds a waiting prompt of this user. Returns how many waited before it."""
         self.waiting[batch, user] += 1
         return self.waiting[batch, user] - 1
 
     def step_out(self, batch: bool, user: str) -> None:
-        """It starts, or ends without having started."""
+        """Removes a waiting prompt, which started or ended without a start."""
         self.waiting[batch, user] -= 1
         if not self.waiting[batch, user]:
             del self.waiting[batch, user]
@@ -42,7 +42,10 @@ class Account:
 
 
 class Tenants:
-    """Keeps the accounts. A share is a tenant's weight among those who are there: with one there is no bound."""
+    """The accounts of all active tenants.
+
+    A tenant's share is its weight over the sum of the active tenants' weights. A single tenant has no bound.
+    """
 
     def __init__(self, seats: int, blocks: int, weights: Mapping[str, float]) -> None:
         self.seats = seats
@@ -52,20 +55,21 @@ class Tenants:
                 raise ValueError(f"the weight of tenant {name!r} is {weight}; it must be a number above 0")
         self.weights = weights
         self._accounts: dict[str, Account] = {}
-        self._departed: dict[str, float] = {}  # service of those who are away; the oldest is forgotten
-        self._floor = 0.0  # service below which nobody starts: being away earns nothing
-        self._firm_weight = 0.0  # of the tenants with firm requests
-        self._weight = 0.0  # of all
+        self._departed: dict[str, float] = {}  # service of absent tenants; the oldest entry is dropped
+        self._floor = 0.0  # lowest service of a new account: absence earns no credit
+        self._firm_weight = 0.0  # sum over tenants with non-batch requests
+        self._weight = 0.0  # sum over all active tenants
 
     @property
     def several(self) -> bool:
         return len(self._accounts) > 1
 
     def enter(self, name: str, batch: bool, levels: Iterable[float], now: float = 0.0) -> Account:
-        """A request of this tenant came. `levels` is how much those who wait for a prompt to be read were served."""
+        """Counts a new request of a tenant. `levels` is the service of each tenant with prompts to compute."""
         account = self._accounts.get(name)
         if account is None:
-            # Level with the least served of those who wait; with all, if nobody waits: nobody was kept from anything.
+            # A returning tenant starts at the lowest service among waiting tenants. If none waits, it starts at the
+            # highest service of all: it missed nothing.
             level = min(levels, default=max((a.service for a in self._accounts.values()), default=0.0))
             self._floor = max(self._floor, level)
             ahead = min(self._departed.pop(name, 0.0), self._floor + DEBT)
@@ -79,7 +83,7 @@ class Tenants:
         return account
 
     def leave(self, account: Account, batch: bool) -> None:
-        """A request of this tenant ended. When all have, only what it was served ahead of the others is remembered."""
+        """Counts a finished request. After a tenant's last one, only its lead in service over others is remembered."""
         account.firm -= not batch
         account.batch -= batch
         if not batch and not account.firm:
@@ -96,9 +100,9 @@ class Tenants:
                     del self._departed[next(iter(self._departed))]
 
     def is_over(self, account: Account, *, batch: bool, seats: int = 0, blocks: int = 0) -> bool:
-        """Whether a tenant holds more than its share, or would with so much more. One request each is always fair.
+        """Whether a tenant holds more than its share, with `seats` and `blocks` added. One request is always allowed.
 
-        Firm requests share with firm ones only: those of the batch class give way anyway.
+        Shares of non-batch requests leave out tenants with batch requests only, since these can be preempted.
         """
         total = self._weight if batch else self._firm_weight
         if total <= account.weight or account.seats + seats <= 1:

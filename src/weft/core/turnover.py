@@ -1,4 +1,4 @@
-"""How fast KV memory comes free where it is scarce, and how many tokens requests write until they end."""
+"""How fast KV memory is freed when it is scarce, and how many tokens requests generate."""
 
 import math
 from collections import deque
@@ -7,30 +7,30 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-SCARCE = 0.25  # of the memory: with less of it free, what comes free is counted
-MEMORY = 10.0  # seconds of steps with scarce memory over which it is averaged
-FEWEST = 8  # ends, of late, without which nothing is known
-RECENT = 64  # requests that ended last, whose lengths are remembered
-USUAL = 256  # tokens that a request is taken to write as long as none has ended
+SCARCE = 0.25  # share of free memory below which freed memory is counted
+MEMORY = 10.0  # seconds of steps with scarce memory over which the rate is averaged
+FEWEST = 8  # recently finished requests needed for a rate
+RECENT = 64  # last finished requests with a recorded output length
+USUAL = 256  # assumed output tokens of a request until the first one has finished
 
 
 class Turnover:
-    """What those who ended gave back, less what those who decode have taken, in a second of steps with scarce memory.
+    """Net tokens of KV memory freed per second: memory of finished requests minus memory taken by decodes.
 
-    Only of these: what an idle device or an empty cache gives back says nothing of a full one.
+    Only steps with scarce memory count: an idle device or an empty cache says nothing about a full one.
     """
 
     def __init__(self) -> None:
         self._tokens = self._seconds = self._ends = 0.0  # decaying sums
-        self._given = self._left = 0  # tokens and ends since the last step
+        self._given = self._left = 0  # freed tokens and finished requests since the last step
 
     def ended(self, tokens: int) -> None:
-        """One that ran has ended, by itself or not, and gave so much back that nobody else holds."""
+        """Counts a running request that finished or was aborted. It freed `tokens`; shared blocks are not counted."""
         self._given += tokens
         self._left += 1
 
     def step(self, seconds: float, grown: int, free: float) -> None:
-        """A step took so long, and those who decode have `grown` tokens more; `free` is a share of the memory."""
+        """Counts a step. Its decodes added `grown` tokens. `free` is the free share of the KV memory."""
         given, left = self._given, self._left
         self._given = self._left = 0
         if free < SCARCE:
@@ -41,23 +41,23 @@ class Turnover:
 
     @property
     def rate(self) -> float | None:
-        """Tokens that come free in a second; None where it is not known."""
+        """Net tokens freed per second; None if unknown."""
         if self._ends < FEWEST or self._tokens <= 0 or self._seconds <= 0:
             return None
         return self._tokens / self._seconds
 
 
 class Leaving(NamedTuple):
-    """When requests that decode end."""
+    """When running decodes end."""
 
     after: NDArray[np.float64]  # seconds or steps from now, ascending
-    context: NDArray[np.float64]  # tokens that each of them reads now, in the same order
+    context: NDArray[np.float64]  # tokens of context of each request now, in the same order
 
 
 class Ends(NamedTuple):
-    latest: Leaving  # in seconds, if each writes as much as it may at its promised gap; infinite without a promise
-    expected: Leaving  # in steps, if each writes as much as requests usually do
-    typical: float  # steps that a request decodes, usually
+    latest: Leaving  # seconds, if each generates max_tokens at its promised gap; infinite without a promise
+    expected: Leaving  # steps, if each generates as many tokens as recent requests
+    typical: float  # usual number of decode steps of a request
 
 
 NOTHING = Leaving(np.empty(0), np.empty(0))
@@ -65,14 +65,14 @@ NONE_DECODES = Ends(NOTHING, NOTHING, USUAL)
 
 
 class Lengths:
-    """How many tokens requests write: many end long before the most that they may write."""
+    """Output lengths of recent requests. Many requests end long before max_tokens."""
 
     def __init__(self) -> None:
-        self._recent: deque[int] = deque(maxlen=RECENT)  # tokens of those that ended last
+        self._recent: deque[int] = deque(maxlen=RECENT)  # output tokens of the last finished requests
         self._sorted: NDArray[np.int64] | None = None
 
     def ended(self, tokens: int) -> None:
-        """A request has ended, by itself or not, after so many tokens."""
+        """Records the output length of a request that finished or was aborted."""
         self._recent.append(tokens)
         self._sorted = None
 
@@ -83,12 +83,15 @@ class Lengths:
         gap: NDArray[np.float64],
         context: NDArray[np.int64],
     ) -> Ends:
-        """Of requests that have written so many tokens, may write so many more with so many seconds between them at
-        most, and read so many."""
+        """When running requests end.
+
+        Of each request: tokens generated (`written`), tokens left to max_tokens (`left`), promised seconds between
+        tokens (`gap`) and tokens of `context`.
+        """
         if self._sorted is None:
             self._sorted = np.sort(np.array(self._recent or [USUAL]))
         middle = self._rest(written, left, np.full(len(left), 0.5))
-        # Of many that began together, the first ends sooner than one usually does, and the last later.
+        # Of many requests that started together, the first ends earlier than the median request, and the last later.
         place = np.argsort(np.argsort(middle, kind="stable"), kind="stable")
         rest = self._rest(written, left, (place + 0.5) / max(1, len(left)))
         typical = max(1.0, float(self._sorted.mean()))
@@ -97,12 +100,15 @@ class Lengths:
     def _rest(
         self, written: NDArray[np.int64], left: NDArray[np.int64], share: NDArray[np.float64]
     ) -> NDArray[np.int64]:
-        """What each will still write, such that so large a share of the longer ones of late wrote no more."""
+        """Remaining output tokens of each request.
+
+        Takes the quantile `share` of recent output lengths above `written`. At most `left`.
+        """
         known = self._sorted
         assert known is not None
         longer = np.searchsorted(known, written, "right")
         found = known[np.minimum(longer + (share * (len(known) - longer)).astype(np.int64), len(known) - 1)] - written
-        # One that has written more than all of late is taken for one that has just begun: nothing else is known of it.
+        # A request that is longer than all recent ones is treated as a new one: nothing better is known.
         return np.minimum(np.where(longer < len(known), found, max(1, int(known.mean()))), left)
 
 

@@ -1,1 +1,1 @@
-"""Runs requests: the loop (plan, run, commit), the executor behind it, batches as tensors, sampling."""
+"""Runs requests: the loop (plan, run, commit), the executors, sampling, structured output, calibration."""

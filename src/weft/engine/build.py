@@ -1,4 +1,4 @@
-"""Puts an engine together: the model, its KV cache, what its steps cost, and the policy that keeps its promises."""
+"""Builds an engine: the model, its KV cache, the calibrated step costs and the scheduling policy."""
 
 import gc
 import math
@@ -22,19 +22,19 @@ from weft.engine.structured import Grammars
 from weft.errors import EngineError, OptionError
 from weft.progress import work_progress
 
-if TYPE_CHECKING:  # torch takes seconds to import, and must not be before prepare_cpu()
+if TYPE_CHECKING:  # torch takes seconds to import, and prepare_cpu() must come before it
     import torch
 
     from weft.kv import KVPool
     from weft.models import CausalLM
 
-TORCH_PAGE = 2 << 20  # bytes: torch takes a GPU's memory by multiples of them
-MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of books for each
-MOST_SPREAD = 0.15  # a margin to begin with; what the error really is will be learnt within some hundred steps
+TORCH_PAGE = 2 << 20  # bytes: torch allocates GPU memory in multiples of this
+MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of state for each block
+MOST_SPREAD = 0.15  # limit of the cost model's first margin; it learns the real error within some hundred steps
 CALIBRATION = 5.0  # seconds
 DEFAULT_GAP, DEFAULT_STEPS = 0.05, 2.0  # seconds, and decode steps: the larger is the default gap target
-DEFAULT_TTFT, DEFAULT_TTFT_PER_1K = 1.0, 0.25  # seconds, the second for every 1,000 tokens of the prompt
-LEAST_GAP = 1.5  # decode steps; with less there would be no room for any prefill
+DEFAULT_TTFT, DEFAULT_TTFT_PER_1K = 1.0, 0.25  # seconds; the second is added per 1,000 prompt tokens
+LEAST_GAP = 1.5  # decode steps: the default minimum gap; less leaves no time for prefill
 
 
 def build_engine(
@@ -45,11 +45,11 @@ def build_engine(
     *,
     is_served: bool = False,
 ) -> Engine:
-    """Loads the model in `path` and sizes its KV cache. `eos_ids` end a text beside those that the config names;
-    `is_served` says that tokens go to clients through an API process.
+    """Loads the model in `path`, sizes its KV cache and returns the engine.
 
-    Where promises are asked for and the device has not been measured with this model, that takes a few seconds more.
-    `done` is told of each part of the work when it is.
+    `eos_ids` are end-of-text tokens in addition to the config's. `is_served` says that tokens go to clients through an
+    API process. With targets and no good stored calibration for this model and device, it calibrates for a few seconds.
+    `done` is called after each part of the work, with the name of the part.
     """
     prepare_cpu()
     import torch
@@ -66,7 +66,7 @@ def build_engine(
         raise OptionError(
             f"max_model_len={longest} is above the model's context of {config.longest_context} tokens: lower it"
         )
-    if device.type == "cuda" and torch.cuda.memory_reserved(device):  # by an engine that was here before
+    if device.type == "cuda" and torch.cuda.memory_reserved(device):  # by an earlier engine of this process
         gc.collect()
         torch.cuda.empty_cache()
     model = load_model(path, config, dtype=dtype, device=device, max_model_len=longest, load_format=options.load_format)
@@ -114,7 +114,7 @@ def build_engine(
 
 class _Built(NamedTuple):
     executor: Executor
-    num_blocks: int  # of its KV cache
+    num_blocks: int  # of the KV cache, without the padding block
     lumps: Lumps
 
 
@@ -123,7 +123,7 @@ def _on_cpu(
 ) -> _Built:
     from weft.engine.torch_executor import TorchExecutor
 
-    memory = options.kv_cache_memory_bytes or min(_available_memory() // 4, 8 << 30)  # shared with everything else
+    memory = options.kv_cache_memory_bytes or min(_available_memory() // 4, 8 << 30)  # the machine's memory is shared
     num_blocks = _num_blocks(options, model, memory)
     executor = TorchExecutor(
         model,
@@ -140,16 +140,18 @@ def _on_cpu(
 def _on_gpu(
     options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device", done: Callable[[str], None]
 ) -> _Built:
-    """The largest steps are run, and the largest graph is captured, before the KV cache takes what is left:
-    so memory cannot run out later.
+    """Runs the largest steps and captures the largest graphs before the KV cache takes the remaining memory.
+
+    So memory cannot run out later.
     """
     import torch
 
     from weft.engine.cuda_executor import CudaExecutor, Limits
 
     if torch.cuda.get_device_capability(device)[0] == 9 and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        # With a workspace cuBLAS clears a counter in it before its larger products, and everything waits for that: 1%
-        # of a mixed step of 512 tokens (Llama-3-8B on an H200). Torch warns if the second is larger than the first.
+        # With a workspace, cuBLAS clears a counter in it before each larger product, and the stream waits for that: 1%
+        # of a mixed step of 512 tokens (Llama-3-8B on an H200). Both are set, because torch warns if the second is
+        # larger than the first.
         os.environ.update(CUBLAS_WORKSPACE_CONFIG=":0:0", CUBLASLT_WORKSPACE_SIZE="0")
     slots = Slots.size_for(options.max_num_seqs)
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, longest, slots)
@@ -159,7 +161,7 @@ def _on_gpu(
     done("largest steps")
     free, total = torch.cuda.mem_get_info(device)
     memory = _kv_memory(options, total, free, executor.untaken + 2 * len(model.layers) * TORCH_PAGE)
-    num_blocks = _num_blocks(options, model, memory) - 1  # the last is nobody's: what pads a graph may be written there
+    num_blocks = _num_blocks(options, model, memory) - 1  # the last block takes the writes of padding
     _fit_context(options, longest, num_blocks)
     executor.use(_pool(options, model, num_blocks + 1, device))
     done("KV cache")
@@ -186,16 +188,17 @@ def _pool(options: EngineOptions, model: "CausalLM", num_blocks: int, device: "t
 
 
 def _calibration(file: Path, executor: Executor, measuring: dict[str, Any]) -> Calibration:
-    """What was measured before, or is measured now; a folder that cannot be written to costs the next start only.
+    """Returns the stored calibration, or measures and stores one. If storing fails, the next start measures again.
 
-    What was measured on a busy machine is measured anew at every start, until it was not; the better one stays.
+    A noisy calibration (of a busy machine) is measured again at every start until it is not noisy. The calibration with
+    the smaller error is kept.
     """
     known = load_calibration(file)
     found = known
     if known is None or known.is_noisy:
         try:
             found = _measure(executor, measuring, CALIBRATION)
-        except EngineError:  # a slow or a busy machine
+        except EngineError:  # too few steps in the time: the machine is slow or busy
             found = known or _measure(executor, measuring, 4 * CALIBRATION)
         if known is not None and known.error <= found.error:
             return known
@@ -210,7 +213,7 @@ def _calibration(file: Path, executor: Executor, measuring: dict[str, Any]) -> C
 def _measure(executor: Executor, measuring: dict[str, Any], seconds: float) -> Calibration:
     slots = Slots.size_for(measuring["max_num_seqs"])
     if measuring["is_filled"]:
-        on_gpu: Any = executor  # its KV cache can be filled within a second
+        on_gpu: Any = executor  # filling its KV cache takes less than a second
         on_gpu.kv.fill()
     with work_progress("calibrating", 1000, sys.stderr.isatty()) as advance:
 
@@ -221,7 +224,7 @@ def _measure(executor: Executor, measuring: dict[str, Any], seconds: float) -> C
 
 
 def _promises(options: EngineOptions, calibration: Calibration) -> Promises:
-    """The operator's targets, and default ones where there are none and defaults are wanted."""
+    """The operator's targets. Missing ones get defaults if `default_targets` is set."""
     least = options.min_gap_target_ms
     gap, gap_source = math.inf, Source.DEFAULT
     if options.gap_target_ms is not None:
@@ -252,7 +255,7 @@ def _promises(options: EngineOptions, calibration: Calibration) -> Promises:
 def _policy(options: EngineOptions, promises: Promises | None, is_served: bool) -> Policy:
     if options.policy == "monolithic":
         return monolithic(options.max_num_batched_tokens)
-    if promises is None:  # also slo: without a target there is nothing to size a step by
+    if promises is None:  # slo too: without targets it has nothing to size a step by
         return chunked(options.max_num_batched_tokens)
     found = promises.calibration
     host = measure_host(
@@ -281,7 +284,7 @@ def _device(name: str) -> "torch.device":
 
 
 def _kv_memory(options: EngineOptions, total: int, free: int, untaken: int) -> int:
-    """Bytes of a GPU for its KV cache: its share, or what was asked for, as long as what is `untaken` finds room."""
+    """GPU bytes for the KV cache: the configured share or number, leaving `untaken` bytes free."""
     most = max(0, free - untaken)
     wanted = options.kv_cache_memory_bytes
     if wanted is None:
@@ -295,7 +298,7 @@ def _kv_memory(options: EngineOptions, total: int, free: int, untaken: int) -> i
 
 
 def _num_blocks(options: EngineOptions, model: "CausalLM", memory: int) -> int:
-    """Blocks that so many bytes for the KV cache hold."""
+    """Number of blocks that fit into `memory` bytes."""
     from weft.kv import block_bytes
 
     config = model.config
@@ -310,7 +313,7 @@ def _num_blocks(options: EngineOptions, model: "CausalLM", memory: int) -> int:
 
 
 def _available_memory() -> int:
-    """Bytes that this process may still take: what the machine has free, and what its container allows."""
+    """Bytes that this process can still allocate: the machine's free memory or the container's limit, if smaller."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -320,8 +323,8 @@ def _available_memory() -> int:
 
 
 def _fit_context(options: EngineOptions, longest: int, num_blocks: int) -> int:
-    """The context that the KV cache can hold for one request; an explicit wish that does not fit is an error."""
-    room = num_blocks * options.block_size + 1  # the last token is sampled, never stored
+    """The longest context of one request that fits the KV cache. An explicit max_model_len must fit."""
+    room = num_blocks * options.block_size + 1  # the last token is sampled and never stored
     if options.max_model_len is not None and room < options.max_model_len:
         raise OptionError(
             f"the KV cache holds {room - 1} tokens, less than one request of max_model_len={options.max_model_len}: "

@@ -1,9 +1,9 @@
-"""Calibration: a few seconds of real steps on the real executor, and the cost model's coefficients that explain them.
+"""Calibration: runs real steps on the real executor for a few seconds and fits the cost model's coefficients to them.
 
-First it grows steps in every direction until they cost too much, then it draws mixtures at random within that reach,
-then it repeats them all in random order while time lasts. Then requests are served for a while (see rehearsal.py), and
-their steps count as much. What is known of the cost model's error comes from steps that
-the coefficients at hand were not fitted to.
+The survey has three phases. It grows steps in every direction until they cost too much. It draws random mixes within
+that range. It repeats all of them in random order until the time is over. Then requests are served for a while (see
+rehearsal.py), and their steps count as much as the survey's. The error of the cost model is estimated on steps that
+were held out from the fit.
 """
 
 import enum
@@ -39,58 +39,58 @@ from weft.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 10  # of the file; another one is measured anew
-STEP_SHARE = 0.1  # of the measuring time: no step is meant to take more,
-MIX_SHARE = 0.02  # and no mixture: a slow device is to be measured with many of them all the same
-CLIMB_SHARES = (0.18, 0.3, 0.36, 0.45)  # of the measuring time: when each of the ladders must be done
-EXPLORE_SHARE = 0.65  # of the measuring time: these and the mixtures; what is left repeats
-MOST_SHAPES = 96  # different ones; more would leave no time to repeat them on a slow device
-FEWEST_SHAPES = 16  # with less, ten coefficients and their error are guesswork
-GOOD = 0.06  # median error up to which a calibration is called good
-NOISY = 0.15  # median error or spread above which the machine did something else while it was measured
-FOLDS = 4  # each shape is held out once, with a quarter of the others
-LADDER_CONTEXT = 256  # tokens behind the decodes of a growing batch
-LADDER_SLICE = 16  # tokens of a slice behind a growing context
-FEWEST = 8  # rehearsed steps of a kind, without which all kinds count for it
-REHEARSAL = 1.0  # of the measuring time, added to it: steps as in service
-FULL_REHEARSAL = 1.6  # the same where very full steps are rehearsed too
-BURST_REHEARSAL = 0.8  # the same of bursts
-PAUSES = 5  # steps after an idle time, and as many without one
-PAUSE = 0.1  # seconds
+FORMAT = 10  # version of the file; another version is measured again
+STEP_SHARE = 0.1  # of the measuring time: intended limit of one step
+MIX_SHARE = 0.02  # the same for one random mix: a slow device must also be measured with many mixes
+CLIMB_SHARES = (0.18, 0.3, 0.36, 0.45)  # of the measuring time: when each ladder must be finished
+EXPLORE_SHARE = 0.65  # of the measuring time: end of ladders and random mixes; the rest is repetition
+MOST_SHAPES = 96  # different mixes; more would leave a slow device no time to repeat them
+FEWEST_SHAPES = 16  # fewer cannot determine ten coefficients and their error
+GOOD = 0.06  # largest median error of a calibration that is called good
+NOISY = 0.15  # median error or spread above this: the machine was busy during the measurement
+FOLDS = 4  # of the cross-validation: each shape is held out once, with a quarter of all shapes
+LADDER_CONTEXT = 256  # tokens of context of each decode of a growing batch
+LADDER_SLICE = 16  # tokens of a slice after a growing context
+FEWEST = 8  # rehearsed steps of a kind; with fewer, the median of all kinds is used
+REHEARSAL = 1.0  # time of the rehearsal, as a share of the measuring time, added to it
+FULL_REHEARSAL = 1.6  # the same, if very full steps are rehearsed too
+BURST_REHEARSAL = 0.8  # the same, for bursts
+PAUSES = 5  # steps measured after an idle time, and as many without
+PAUSE = 0.1  # seconds of idle time
 NO_COST = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-HEATING = 0.03  # seconds that a step between two measured ones may take, where the device is kept busy
+HEATING = 0.03  # seconds: longest step that keeps the device busy between two measured steps
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Coefficients, and how wrong they were on steps that they were not fitted to (but for the factors of sizes)."""
+    """Coefficients, and their error on held-out steps. (The factors of sizes are fitted to all rehearsed steps.)"""
 
     coefficients: Coefficients
     mean: float  # of log(measured / predicted)
-    spread: float  # standard deviation of the same, hiccups left out: the cost model's first margin
+    spread: float  # standard deviation of the same, with outliers clipped: the cost model's first margin
     error_p50: float  # of |measured / predicted - 1|
     error_p99: float
     steps: int  # measured
     largest: int  # tokens of the largest step measured
-    device: str  # in words
+    device: str  # name
     submit: float = 0.0  # seconds that the host takes to submit a step of decodes
-    submit_prefill: float = 0.0  # and one with prefill slices
-    wake: float = 0.0  # by which share steps take longer after an idle time; see HostCost
-    residuals: Residuals | None = None  # how steps in service differ from the coefficients; None: not measured
+    submit_prefill: float = 0.0  # the same for a step with prefill slices
+    wake: float = 0.0  # extra share of time that steps take after an idle time; see HostCost
+    residuals: Residuals | None = None  # how steps in service differ from the prediction; None: not measured
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the machine was too busy while it was measured for the figures to be relied on."""
+        """Whether the machine was too busy during the measurement for a reliable result."""
         return self.error > NOISY
 
     @property
     def error(self) -> float:
-        """Of the coefficients or of single steps, whichever is larger; a share."""
+        """The larger of spread and median error; a share."""
         return max(self.spread, self.error_p50)
 
     @property
     def quality(self) -> str:
-        """How good it is, in words."""
+        """A sentence about the quality, for people."""
         errors = f"steps are off by {self.error_p50:.1%} in the median and {self.error_p99:.1%} at the 99th percentile"
         if not self.is_noisy:
             return f"calibration is {'good' if self.error_p50 <= GOOD else 'fair'}: {errors}"
@@ -98,11 +98,11 @@ class Calibration:
 
     @property
     def decode_step(self) -> float:
-        """Seconds of a step with one decode behind 1,000 tokens."""
+        """Seconds of a step with one decode of 1,000 tokens of context."""
         return self.coefficients.predict(StepShape(tokens=1, decodes=1, context=1000))
 
     def prefill_speed(self, tokens: int) -> float:
-        """Tokens of a prompt in a second, by a first step of that many."""
+        """Prefill tokens per second, in a step with the first `tokens` tokens of a prompt."""
         return tokens / max(self.coefficients.predict(self.coefficients.with_slice(StepShape(), 0, tokens)), 1e-9)
 
 
@@ -124,17 +124,15 @@ def calibrate(
     seconds: float = 5.0,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Calibration:
-    """Measures single steps for about `seconds`, after a warm-up, and rehearses service for as long (2.4 times as long
-    where steps are prepared ahead). The executor must
-    be idle, and its KV cache hold nothing of worth.
+    """Measures single steps for about `seconds`, after a warm-up, then rehearses service for as long (with `ahead`, for
+    2.4 times as long). The executor must be idle, and the contents of its KV cache are overwritten.
 
-    `ahead` says that the executor prepares a step while the one before runs. Then the device is kept busy all the time,
-    as it is under load: the host's part of a step takes no time, and a device that has reached its power limit runs
-    more slowly (an H200 by 5 to 9%). `is_filled` says that all blocks of the KV cache hold numbers, so that every row
-    can read a context of its own (what rows share comes from the device's caches, as it does not in service). `grain`
-    and `wave` say in which lumps it works (see `Coefficients`). `progress` is called with the share of `seconds` that
-    is gone. Afterwards nothing is in flight; slots and block tables keep what was in them, which the scheduler's plans
-    overwrite as they hand them out.
+    `ahead`: the executor prepares a step while the previous step runs. Then the device is kept busy all the time, as
+    under load: the host's part of a step takes no time, and a device at its power limit is slower (an H200 by 5 to 9%).
+    `is_filled`: all blocks of the KV cache hold numbers, so that each row can read a different context. (Shared blocks
+    would come from the device's caches, which is not so in service.) `grain` and `wave`: see `Coefficients`.
+    `progress` is called with the share of `seconds` that has passed. On return nothing is in flight. Slots and block
+    tables keep old entries; the scheduler's plans overwrite them when they assign them.
     """
     bounds = _Bounds(
         rows=min(max_num_seqs, slots, max(1, num_blocks // 2)),
@@ -146,7 +144,7 @@ def calibrate(
     survey = _Survey(_Rig(executor, bounds, vocab_size, ahead, is_filled), grain, wave, seconds, progress)
     survey.explore()
     survey.repeat()
-    wake = 0.0 if ahead else survey.wake()  # what prepares steps ahead is a GPU: its clock is not the host's
+    wake = 0.0 if ahead else survey.wake()  # with `ahead` the device is a GPU, and its clock is not the host's
     survey.rig.finish()
     perform = partial(
         rehearse,
@@ -162,9 +160,9 @@ def calibrate(
     )
     if not ahead:
         return survey.conclude(device, perform(acts=(LONE, *ACTS), seconds=REHEARSAL * seconds), wake)
-    # No lone stream: a GPU that is hardly used runs faster than one at its power limit, and the scheduler must count
-    # with the latter. Residuals are of bursts too, in which the clock rises and falls. A CPU has no such residuals:
-    # other work disturbs its steps more.
+    # Without the lone stream: a lightly used GPU is faster than one at its power limit, and the scheduler must expect
+    # the latter. Residuals also use bursts, in which the GPU's clock rises and falls. A CPU gets no residuals: other
+    # work disturbs its steps more.
     served = perform(acts=(*ACTS, *FULL), seconds=FULL_REHEARSAL * seconds)
     found = survey.conclude(device, served, wake)
     bursts = perform(acts=BURSTS, seconds=BURST_REHEARSAL * seconds)
@@ -181,10 +179,10 @@ def calibration_file(
     max_num_batched_tokens: int,
     max_model_len: int,
 ) -> Path:
-    """Where the calibration of the model in `path` is kept: one file for all that changes the times of its steps.
+    """Path of the calibration of the model in `path`. Its name has a hash of everything that changes step times.
 
-    The limits are part of it because what was never measured is only guessed. `max_model_len` may follow the memory
-    that happens to be free, so it counts by its power of two.
+    The limits are part of the hash, because the cost of unmeasured steps is only a guess. `max_model_len` may depend on
+    the memory that is free at the moment, so only its power of two counts.
     """
     import torch
 
@@ -221,7 +219,7 @@ def _installed(package: str) -> str | None:
 
 
 def load_calibration(file: Path) -> Calibration | None:
-    """What was saved; None where there is nothing, or nothing that this version can read."""
+    """Returns the saved calibration, or None if there is none that this version can read."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         if data.pop("format") != FORMAT:
@@ -237,7 +235,7 @@ def load_calibration(file: Path) -> Calibration | None:
 
 
 def save_calibration(file: Path, calibration: Calibration) -> None:
-    """Several processes may write at once: the last one wins, nobody reads half a file."""
+    """Saves a calibration. Several processes may write at once: the last one wins, and no reader sees half a file."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.stem, delete=False) as draft:
@@ -251,7 +249,7 @@ def save_calibration(file: Path, calibration: Calibration) -> None:
 
 
 def device_name(device: "torch.device") -> str:
-    """A device in words."""
+    """The name of a device."""
     import torch
 
     if device.type == "cuda":
@@ -264,33 +262,33 @@ def device_name(device: "torch.device") -> str:
 
 
 def _readable_name(path: Path) -> str:
-    """The model's name as people know it: the directory's, or for a download of the hub `org--name`."""
+    """The model's name for people: `org--name` for a download from the hub, else the directory's name."""
     parts = path.resolve().parts
     hub = [part.removeprefix("models--") for part in parts if part.startswith("models--")]
     return re.sub(r"[^\w.-]+", "-", hub[-1] if hub else parts[-1])[:80] or "model"
 
 
 class _Bounds(NamedTuple):
-    """What a step may hold."""
+    """Limits of a step."""
 
     rows: int
-    blocks: int  # in the KV cache
+    blocks: int  # of the KV cache
     block_size: int
-    length: int  # tokens of one row with its context
+    length: int  # tokens of one row, with its context
     tokens: int
 
     @property
     def slice_tokens(self) -> int:
-        """Tokens of the longest slice: the blocks that decodes write to are not for slices."""
+        """Tokens of the longest slice. Slices may not use the blocks that decodes write to."""
         return min(self.tokens, self.length, max(1, self.blocks - self.rows) * self.block_size)
 
     @property
     def context(self) -> int:
-        """Tokens of the longest context that leaves room for one token; whole blocks."""
+        """Tokens of the longest context, in whole blocks, that leaves room for one more token."""
         return (self.length - 1) // self.block_size * self.block_size
 
     def whole(self, tokens: float) -> int:
-        """A context of about that many tokens."""
+        """A context of about `tokens` tokens, in whole blocks."""
         return min(int(tokens) // self.block_size * self.block_size, self.context)
 
     def allow(self, mix: "_Mix") -> bool:
@@ -306,10 +304,10 @@ class _Bounds(NamedTuple):
 
 
 class _Mix(NamedTuple):
-    """What a step carries. Contexts are whole blocks, so that nobody writes behind what another one wrote."""
+    """The rows of a step. Contexts are whole blocks (not in the warm-up), so that no row writes to another's block."""
 
-    decodes: tuple[int, ...] = ()  # tokens of context of each
-    slices: tuple[tuple[int, int], ...] = ()  # tokens of context and of the slice itself
+    decodes: tuple[int, ...] = ()  # tokens of context of each decode
+    slices: tuple[tuple[int, int], ...] = ()  # tokens of context and tokens of the slice
 
     @property
     def tokens(self) -> int:
@@ -327,38 +325,38 @@ class _Mix(NamedTuple):
 
 
 class _Rig:
-    """Runs mixes, one after the other. Keeps track of the KV cache, so that a row reads only blocks that were written.
+    """Runs mixes, one after the other. Tracks which blocks were written, so that a row reads no others.
 
-    Values do not matter, only that they are numbers: a row's context is any blocks that were written, different ones
-    as far as there are, because what many rows share would come from the device's caches.
+    The values do not matter, but they must be numbers. So a row's context is any written blocks. Rows read different
+    blocks as long as there are enough, because shared blocks would come from the device's caches.
     """
 
     def __init__(self, executor: Executor, bounds: _Bounds, vocab_size: int, ahead: bool, is_filled: bool) -> None:
         self.executor = executor
         self.bounds = bounds
         self.ahead = ahead
-        self.now = 0.0  # seconds on the executor's clock: the end of the last step
-        self.submits: tuple[list[float], list[float]] = ([], [])  # seconds of submitting, without and with slices
-        self.heater = _Mix(slices=((0, 1),))  # what runs between two measured steps to keep the device busy
-        self.heating = 0.0  # seconds that it takes
+        self.now = 0.0  # end of the last step, in seconds on the executor's clock
+        self.submits: tuple[list[float], list[float]] = ([], [])  # seconds per submit, of steps without and with slices
+        self.heater = _Mix(slices=((0, 1),))  # runs between two measured steps to keep the device busy
+        self.heating = 0.0  # seconds of the heater step
         self._in_flight: deque[PendingStep] = deque()
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(0)
         self._steps = 0
-        self._homes = np.arange(bounds.rows)  # by slot, the block that its decodes write to
+        self._homes = np.arange(bounds.rows)  # by slot: the block that its decodes write to
         self._others = np.arange(bounds.rows, bounds.blocks) if bounds.blocks > bounds.rows else self._homes
         self._next_write = self._next_read = 0
-        # The executor's tables as far as they are known. Entries are block + 1, and 0 where nothing is known.
+        # The known part of the executor's block tables. An entry is block + 1, or 0 if unknown.
         self._tables = np.zeros((bounds.rows, -(-bounds.length // bounds.block_size)), np.int64)
-        self._written = np.zeros(bounds.blocks + 1, np.int64)  # by entry: tokens, from the start of the block
+        self._written = np.zeros(bounds.blocks + 1, np.int64)  # by entry: tokens written, from the start of the block
         if is_filled:
             self._written[1:] = bounds.block_size
-        # In service a request's blocks lie anywhere. (On an H200 their order makes no difference.)
+        # In service, a request's blocks are anywhere in the pool. (On an H200 the order makes no difference.)
         self._shuffled = 1 + self._random.permutation(bounds.blocks)
         self._readable = self._written_to_their_end()
 
     def warm_up(self) -> None:
-        """Writes one block, in pieces if steps are that short, and decodes once."""
+        """Writes one block, in several steps if steps are shorter than a block, then decodes once."""
         setups = [_greedy(slot) for slot in range(self.bounds.rows)]
         end = min(self.bounds.block_size, self.bounds.length)
         for first in range(0, end, self.bounds.slice_tokens):
@@ -367,25 +365,25 @@ class _Rig:
         self.run(_Mix(decodes=(0,)))
 
     def run(self, mix: _Mix, setups: Sequence[SlotSetup] = ()) -> float:
-        """Seconds of a step. Where steps are prepared ahead, another one runs before and after it: while this mix is
-        made ready, and while the next one is."""
+        """Runs a step and returns its seconds. With `ahead`, a heater step runs before it and another after it, while
+        this mix and the next one are prepared."""
         self._submit(mix, setups)
         if self.ahead:
             if len(self._in_flight) > 1:
-                self._take()  # what ran before it
+                self._take()  # the heater step before it
             self._submit(self.heater)
         result = self._take()
         return result.finished - result.started
 
     def alone(self, mix: _Mix) -> float:
-        """Seconds of a step with nothing before or after it."""
+        """Seconds of a step with no other step in flight."""
         self.finish()
         self._submit(mix)
         result = self._take()
         return result.finished - result.started
 
     def finish(self) -> None:
-        """Afterwards nothing is in flight."""
+        """Waits for all steps in flight."""
         while self._in_flight:
             self._take()
 
@@ -424,13 +422,13 @@ class _Rig:
         return result
 
     def _place(self, slot: int, first: int, count: int, decodes: bool) -> NDArray[np.int64]:
-        """Gives a row its blocks; returns the table's new entries as rows of slots, columns and blocks."""
+        """Assigns blocks to a row. Returns the new block table entries, as rows of slots, columns and blocks."""
         size, table = self.bounds.block_size, self._tables[slot]
         begin, end = first // size, -(-(first + count) // size)
         before = table[:end].copy()
         unreadable = np.flatnonzero(self._written[before[:begin]] < size)
         table[unreadable] = self._take_readable(len(unreadable))
-        keeps = first % size > 0  # goes on in a block that it began
+        keeps = first % size > 0  # continues in a block that it began
         new = end - begin - keeps
         table[begin + keeps : end] = 1 + (self._homes[slot] if decodes else self._take_writable(new))
         entries = table[begin:end]
@@ -440,7 +438,7 @@ class _Rig:
         return np.stack([np.full(len(columns), slot), columns, table[columns] - 1])
 
     def _written_to_their_end(self) -> NDArray[np.int64]:
-        """Entries of such blocks, in the order in which contexts take them."""
+        """Entries of full blocks, in the order in which contexts take them."""
         found: NDArray[np.int64] = self._shuffled[self._written[self._shuffled] == self.bounds.block_size]
         return found
 
@@ -461,7 +459,7 @@ def _greedy(slot: int) -> SlotSetup:
 
 
 class _Survey:
-    """Which mixes are measured, and what was found: the seconds of every step, by mix."""
+    """Chooses the mixes to measure. Owns the results: the seconds of every step, by mix."""
 
     def __init__(self, rig: _Rig, grain: int, wave: int, seconds: float, progress: Callable[[float], None]) -> None:
         self.rig = rig
@@ -470,7 +468,7 @@ class _Survey:
         self.progress = progress
         self.found: dict[_Mix, list[float]] = {}
         self.median: dict[_Mix, float] = {}
-        self._sizes: tuple[float, ...] = ()  # factors of steps by their tokens, known at the end
+        self._sizes: tuple[float, ...] = ()  # factors of steps by number of tokens, fitted at the end
         self._random = np.random.default_rng(1)
         rig.warm_up()
         self._started = rig.now
@@ -489,7 +487,7 @@ class _Survey:
         while self.spent < self.seconds * EXPLORE_SHARE and len(self.found) < MOST_SHAPES:
             mix = self._draw(ranges)
             if mix is None:
-                return  # all that this engine can do was measured
+                return  # every mix that this engine can run was measured
             self._measure(mix)
         if len(self.found) < FEWEST_SHAPES:
             raise EngineError(
@@ -499,14 +497,14 @@ class _Survey:
             )
 
     def repeat(self) -> None:
-        """All again in random order while time is left: sooner what was measured less, and cheap ones more often."""
+        """Repeats mixes in random order while time is left. Prefers mixes measured less often, and cheap ones."""
         until = self.seconds - self.rig.heating
         while mixes := [mix for mix, median in self.median.items() if self.spent + median <= until]:
             weights = np.array([self.median[mix] ** -0.5 * len(self.found[mix]) ** -3.0 for mix in mixes])
             self._measure(mixes[self._random.choice(len(mixes), p=weights / weights.sum())])
 
     def prefill_speed(self) -> float:
-        """Tokens of prompts in a second, by the largest slice that was measured alone."""
+        """Prefill tokens per second of the largest slice that was measured alone."""
         alone = [
             (mix.tokens, seconds) for mix, seconds in self.median.items() if not mix.decodes and len(mix.slices) == 1
         ]
@@ -514,7 +512,7 @@ class _Survey:
         return tokens / seconds
 
     def wake(self) -> float:
-        """By which share a step takes longer after an idle time. For a step that ends before the device is awake."""
+        """Extra share of time of a step after an idle time. Measured on a step that ends before the device is awake."""
         alone = {mix: seconds for mix, seconds in self.median.items() if not mix.decodes and seconds <= WAKING / 2}
         mix = max(alone, key=alone.__getitem__, default=min(self.median, key=self.median.__getitem__))
         busy = [self.rig.alone(mix) for _ in range(1 + PAUSES)][1:]
@@ -525,9 +523,10 @@ class _Survey:
         return max(0.0, float(np.median(paused)) / max(float(np.median(busy)), 1e-9) - 1)
 
     def conclude(self, device: str, served: Sequence[RunStep], wake: float) -> Calibration:
-        """Of `served` steps, as many count as there are different mixes. They also tell how much longer than in the
-        survey steps take in service, lone slices, lone decodes and fuller steps each; what was measured in the survey
-        is taken for so much longer."""
+        """Fits the coefficients to the survey and to as many of the `served` steps as there are different mixes.
+
+        Before the fit, survey times are scaled to service: by the median ratio of served to predicted time, for each of
+        lone slices, lone decodes and fuller steps."""
         shapes = [mix.shape(self.wave) for mix in self.found]
         alone = self._fit(shapes, list(self.median.values()))
         ratios: dict[_Kind, list[float]] = {kind: [] for kind in _Kind}
@@ -542,7 +541,7 @@ class _Survey:
         medians += [step.seconds for step in chosen]
         measured = [[factor * one for one in found] for factor, found in zip(factors, self.found.values(), strict=True)]
         measured += [[step.seconds] for step in chosen]
-        # Only a GPU has waves, and sizes that do not lie on a line. All rehearsed steps tell of them, in their order.
+        # Only a GPU has waves, and sizes that are not on a line. Their fit uses all rehearsed steps, in order.
         self._sizes = fit_sizes(self._fit(shapes, medians), served) if self.wave and self.grain > 1 else ()
         errors = self._held_out_errors(shapes, medians, measured)
         mean, spread = _without_hiccups(errors)
@@ -569,7 +568,7 @@ class _Survey:
     def _held_out_errors(
         self, shapes: list[StepShape], medians: list[float], measured: list[list[float]]
     ) -> NDArray[np.float64]:
-        """log(measured / predicted) of every step, predicted by a fit to the shapes of the other folds."""
+        """log(measured / predicted) of every step, predicted by a fit to the shapes of the other folds only."""
         fold = self._random.permutation(len(shapes)) % FOLDS
         errors: list[float] = []
         for held_out in range(min(FOLDS, len(shapes))):
@@ -581,7 +580,7 @@ class _Survey:
         return np.array(errors)
 
     def _climb(self, start: int, limit: int, make: Callable[[int], _Mix], until: float) -> int:
-        """Measures steps that grow from `start` to `limit` while they are cheap enough; returns how far it came."""
+        """Measures steps that grow from `start` to `limit` while they are cheap enough. Returns the last size."""
         size = reached = start
         while size <= limit and self.rig.bounds.allow(make(size)) and self.spent < until:
             reached, seconds = size, self._measure(make(size))
@@ -592,9 +591,9 @@ class _Survey:
         return reached
 
     def _draw(self, ranges: "_Ranges") -> _Mix | None:
-        """A new mix that is not expected to take too long, or the cheapest of many; None where nothing new is left."""
+        """A new random mix with an expected time below the limit, else the cheapest of many, else None."""
         coefficients = self._fit([mix.shape(self.wave) for mix in self.median], list(self.median.values()))
-        most = self.seconds * MIX_SHARE  # expected; the truth may be higher
+        most = self.seconds * MIX_SHARE  # limit of the expected time; the real time may be higher
         cheapest: tuple[float, _Mix] | None = None
         for _ in range(200):
             mix = ranges.draw(self._random)
@@ -611,7 +610,7 @@ class _Survey:
         seconds = max(self.rig.run(mix), 1e-9)
         found = self.found.setdefault(mix, [])
         found.append(seconds)
-        self.median[mix] = sorted(found)[(len(found) - 1) // 2]  # of two the lower: hiccups only ever take longer
+        self.median[mix] = sorted(found)[(len(found) - 1) // 2]  # of two the lower: outliers are always slower
         if self.rig.ahead and not mix.decodes and self.rig.heating < seconds <= HEATING:
             self.rig.heater, self.rig.heating = mix, seconds
         self.progress(min(1.0, self.spent / self.seconds))
@@ -619,7 +618,7 @@ class _Survey:
 
 
 class _Kind(enum.Enum):
-    """Of a step: how much longer it takes in service than alone depends on it."""
+    """Kind of a step. It decides how much longer a step takes in service than in the survey."""
 
     LONE_SLICE = 0
     LONE_DECODE = 1
@@ -633,7 +632,7 @@ class _Kind(enum.Enum):
 
 
 def _without_hiccups(errors: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean and standard deviation as the bulk has them; what lies outside counts as three deviations, no more."""
+    """Robust mean and standard deviation: outliers are clipped to three deviations from the median."""
     middle = float(np.median(errors))
     spread = 1.4826 * float(np.median(np.abs(errors - middle)))
     kept = np.clip(errors, middle - 3 * spread, middle + 3 * spread)
@@ -641,7 +640,7 @@ def _without_hiccups(errors: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _ladders(bounds: _Bounds) -> list[tuple[int, int, Callable[[int], _Mix]]]:
-    """Directions to grow in, in the order of _Ranges: the first size, the last, and the step of a size."""
+    """Directions to grow in, in the order of _Ranges: first size, last size, and the mix of a size."""
     behind = bounds.whole(LADDER_CONTEXT)
     short = min(LADDER_SLICE, bounds.slice_tokens)
     return [
@@ -653,7 +652,7 @@ def _ladders(bounds: _Bounds) -> list[tuple[int, int, Callable[[int], _Mix]]]:
 
 
 class _Ranges(NamedTuple):
-    """What mixes are drawn from: contexts evenly on a logarithmic scale, rows and tokens as a busy server has them."""
+    """Ranges of random mixes: contexts uniform on a logarithmic scale, rows and tokens like on a busy server."""
 
     bounds: _Bounds
     slice_tokens: int
@@ -662,7 +661,7 @@ class _Ranges(NamedTuple):
     slice_context: int
 
     def draw(self, random: np.random.Generator) -> _Mix:
-        kind = random.integers(8)  # up to 2: decodes, 3: one slice, 4: several slices, above: decodes and slices
+        kind = random.integers(8)  # 0 to 2: decodes, 3: one slice, 4: several slices, 5 to 7: decodes and slices
         decodes: tuple[int, ...] = ()
         slices: tuple[tuple[int, int], ...] = ()
         if kind not in (3, 4):
@@ -677,11 +676,11 @@ class _Ranges(NamedTuple):
 
 
 def _mostly_large(random: np.random.Generator, high: int) -> int:
-    """A whole number from 1 to high, half of the time above a quarter of it."""
+    """A random whole number from 1 to high; half of the draws are above a quarter of high."""
     return 1 + int((high - 1) * random.uniform() ** 2)
 
 
 def _log_uniform(random: np.random.Generator, low: int, high: int) -> int:
-    """A whole number from low (or high, where that is less) to high."""
+    """A random whole number from min(low, high) to high, uniform on a logarithmic scale."""
     low = min(low, high)
     return min(high, int(low * math.exp(random.uniform(0, math.log((high + 1) / low)))))

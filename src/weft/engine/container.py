@@ -1,14 +1,14 @@
-"""What a container allows: the memory limits of the control groups (cgroups) that this process is in."""
+"""Memory limits of a container: of the control groups (cgroups) that this process is in."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-UNBOUNDED = 1 << 60  # version 1 writes a number near 2**63 where there is no limit
+UNBOUNDED = 1 << 60  # cgroup version 1 shows a number near 2**63 if there is no limit
 
 
 def container_rooms(groups: Path = GROUPS, mount: Path = MOUNT) -> list[int]:
-    """Bytes that each limited group may still take; empty where none is limited."""
+    """Bytes that each limited group can still allocate; empty if no group is limited."""
     rooms = []
     for folder, limit, used in _folders(groups, mount):
         try:
@@ -21,7 +21,7 @@ def container_rooms(groups: Path = GROUPS, mount: Path = MOUNT) -> list[int]:
 
 
 def _folders(groups: Path, mount: Path) -> Iterator[tuple[Path, str, str]]:
-    """Of the own group and of all above it: the folder, and the names of the files with its limit and what it uses."""
+    """Yields the folder of this process's group and of each parent, with the names of its limit and usage files."""
     try:
         lines = groups.read_text().splitlines()
     except OSError:  # not Linux
@@ -35,14 +35,14 @@ def _folders(groups: Path, mount: Path) -> Iterator[tuple[Path, str, str]]:
         else:
             continue
         own = root / name.lstrip("/")
-        # Within a container its own group is often mounted as the root, and the name is that of the world outside.
+        # In a container, its group is often mounted as the root, while the name is the one outside the container.
         for folder in (own, *own.parents):
             if folder == root or root in folder.parents:
                 yield folder, *files
 
 
 def _cache(folder: Path) -> int:
-    """Bytes of files that the group holds in memory and would give up."""
+    """Bytes of the group's page cache, which the kernel frees on demand."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
-"""CPUs that lie: keeps the process from dying in its first bfloat16 product. Owns ONEDNN_MAX_CPU_ISA and the verdict.
+"""Works around CPUs that advertise AMX but cannot run it. Owns ONEDNN_MAX_CPU_ISA and the cached test result.
 
-Some virtual machines advertise AMX but cannot run it. oneDNN, which computes torch's products in 16 bit, believes them,
-and the process ends with SIGILL. The only way to know is to try, so a child process tries, once for each machine and
-torch version. This file imports nothing but the standard library: it is used before torch is imported, and the child
-runs it as a script.
+Some virtual machines are like that. oneDNN, which computes torch's 16-bit matrix products, trusts the flag, and the
+process dies with SIGILL in its first bfloat16 product. Only a test can tell, so a child process runs one, once for each
+machine and torch version. This file imports only the standard library: it is used before torch is imported, and the
+child runs it as a script.
 """
 
 import faulthandler
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_cpu() -> str | None:
-    """Restrict oneDNN where the CPU's AMX does not work; returns the instruction set that it is restricted to, if any.
+    """Restricts oneDNN if the CPU's AMX does not work. Returns the instruction set that it is restricted to, or None.
 
-    Call it before torch computes anything in this process; child processes inherit the restriction. oneDNN reads the
-    variable at its first product of any type. Where a script has computed before, oneDNN is switched off instead, which
-    is several times slower for prompts in 16 bit, but alive.
+    Call it before torch computes anything in this process. Child processes inherit the restriction. oneDNN reads the
+    variable at its first product of any type. If the process has computed before, oneDNN is switched off instead: this
+    is several times slower for 16-bit prompts, but does not crash.
     """
     chosen = os.environ.get(_VARIABLE) or os.environ.get("DNNL_MAX_CPU_ISA")
     cpu = _read_cpu()
@@ -48,9 +48,9 @@ def prepare_cpu() -> str | None:
 
 
 _VARIABLE = "ONEDNN_MAX_CPU_ISA"
-_CPUINFO = Path("/proc/cpuinfo")  # absent where there is no Linux; then nothing is done
-_TIMEOUT = 120.0  # seconds; the child imports torch, from a cold disk at worst
-# oneDNN's levels below AMX, best first, each with the flag that says whether the CPU has anything to gain from it.
+_CPUINFO = Path("/proc/cpuinfo")  # only on Linux; elsewhere nothing is done
+_TIMEOUT = 120.0  # seconds; the child imports torch, possibly from a cold disk
+# oneDNN's levels below AMX, best first, each with the CPU flag that makes it useful.
 _LEVELS = {
     "AVX512_CORE_FP16": "avx512_fp16",
     "AVX512_CORE_BF16": "avx512_bf16",
@@ -61,7 +61,7 @@ _LEVELS = {
 
 
 def _read_cpu() -> dict[str, str]:
-    """What identifies the first CPU; speeds and ids, which change from call to call or core to core, are left out."""
+    """Fields that identify the first CPU, without speeds and ids, which differ between calls or cores."""
     cpu = dict.fromkeys(("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags"), "")
     with suppress(OSError):
         for line in _CPUINFO.read_text(errors="replace").split("\n\n")[0].splitlines():
@@ -72,7 +72,7 @@ def _read_cpu() -> dict[str, str]:
 
 
 def _verdict(cpu: dict[str, str]) -> str | None:
-    """The best level that works, None for no restriction; from the cache, or found by trying."""
+    """The best level that works, from the cache or by a test. None: no restriction."""
     file = _cache_file(cpu)
     with suppress(OSError, ValueError, TypeError, KeyError):
         cached: str | None = json.loads(file.read_text())["isa"]
@@ -83,7 +83,7 @@ def _verdict(cpu: dict[str, str]) -> str | None:
     levels = [level for level, flag in _LEVELS.items() if flag in flags] or list(_LEVELS)[-1:]
     for level in [None, *levels]:
         survived = _child_survives(level)
-        if survived is None:  # nothing learnt: be careful in this process, try again in the next one
+        if survived is None:  # unknown: be careful in this process, test again in the next one
             return levels[0]
         if survived:
             _remember(file, {"isa": level, "cpu": cpu["model name"], "host": platform.node()})
@@ -92,7 +92,7 @@ def _verdict(cpu: dict[str, str]) -> str | None:
 
 
 def _cache_file(cpu: dict[str, str]) -> Path:
-    """One file for each CPU, host, kernel and torch, so that a shared home directory does not mix up its machines."""
+    """One file per CPU, host, kernel and torch version, so that machines can share a home directory."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -103,7 +103,7 @@ def _cache_file(cpu: dict[str, str]) -> Path:
 
 
 def _remember(file: Path, verdict: dict[str, str | None]) -> None:
-    """Several processes may write at once, each the same: the last one wins, nobody reads half a file."""
+    """Saves the result. Several processes may write the same at once: the last wins, and no reader sees half a file."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.stem, delete=False) as draft:
@@ -114,10 +114,10 @@ def _remember(file: Path, verdict: dict[str, str | None]) -> None:
 
 
 def _child_survives(level: str | None) -> bool | None:
-    """Whether products run in a fresh process restricted to a level; None if that cannot be told."""
+    """Whether products run in a new process restricted to `level`; None if unknown."""
     environment = {**os.environ, **({} if level is None else {_VARIABLE: level})}
     try:
-        # -P: this folder's files must not shadow the standard library's.
+        # -P: files of this folder must not shadow the standard library.
         child = subprocess.run(
             [sys.executable or "python3", "-P", __file__],
             env=environment,
@@ -133,10 +133,11 @@ def _child_survives(level: str | None) -> bool | None:
 
 
 def _fork_survives(seconds: float = 10.0) -> bool | None:
-    """Whether products run in this very process: whether oneDNN has read the variable, which it does not tell."""
+    """Whether products run in a fork of this process; None if unknown. If not, oneDNN was initialised before the
+    variable was set, which it does not report."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads' locks: hence the time limit
+            warnings.simplefilter("ignore", DeprecationWarning)  # it may hang on other threads' locks: see `seconds`
             pid = os.fork()
     except OSError:
         return None
@@ -163,13 +164,13 @@ def _survived(code: int) -> bool | None:
 
 
 def _try_products(threads: int | None = None) -> None:
-    """The kinds of product that weft runs. oneDNN leaves small ones to other code, so the sizes matter."""
+    """Runs the kinds of products that weft uses. The sizes matter: oneDNN leaves small products to other code."""
     import resource
 
     import torch
     from torch.nn import functional as F
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is an answer, not worth a core file
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an expected result here: no core file
     if threads is not None:
         torch.set_num_threads(threads)
     for dtype in (torch.bfloat16, torch.float16):

@@ -1,9 +1,11 @@
-"""CudaExecutor: runs plans on a GPU. Nothing here waits for the device but `result`.
+"""CudaExecutor: runs plans on a GPU. In service, only `result` waits for the device.
 
-A step is: its numbers read from pinned memory; all layers; one token a row drawn, which stays on the device, where the
-next step finds it, and is written to pinned memory, where the host does. For decodes alone, one captured graph does all
-of that. In a step with prompts, the layers are captured in pieces, between which the prompts attend. A large step is
-launched kernel by kernel.
+(`submit` waits too if the device is three steps behind, or if the submit before it failed.)
+
+A step reads its inputs from pinned memory, runs all layers and draws one token per row. The token stays on the device
+for the next step, and is also written to pinned memory for the host. A step of decodes alone is one captured graph. In
+a step with prompts, the layers are captured in pieces, and the attention of the prompts runs between the pieces. A
+large step is launched kernel by kernel.
 """
 
 import gc
@@ -46,11 +48,11 @@ from weft.kernels.truncate import Cuts
 from weft.kv import KVPool
 from weft.models import CausalLM
 
-GRAPH_BYTES = 1 << 19  # that the driver keeps for each graph, beside torch's memory: 0.45 MiB with CUDA 13 on an H200
+GRAPH_BYTES = 1 << 19  # driver memory per graph, outside torch's memory: 0.45 MiB with CUDA 13 on an H200
 
 
 class Limits(NamedTuple):
-    """The largest step that there can be."""
+    """Limits of a step and the number of slots."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -59,14 +61,14 @@ class Limits(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Drawing of one token a row, for so many rows, from what their cuts leave: many kernels, one launch."""
+    """Graphs that draw one token per row after top_k, top_p and min_p. Each launches many kernels at once."""
 
-    scores: Whole  # from the model's own logits
-    edited: Whole  # from those that somebody's bias, bans, penalties or grammar have changed
+    scores: Whole  # from unedited logits
+    edited: Whole  # from logits that a bias, ban, penalty or grammar of some row has edited
 
 
 class CudaExecutor:
-    """Owns what is on the device: the model, the KV pool, and per slot the block table and the last sampled token."""
+    """Owns all device state: the model, the KV pool, and per slot the block table and the last sampled token."""
 
     def __init__(
         self,
@@ -83,9 +85,9 @@ class CudaExecutor:
         self.pooler = Pooler()
         self._columns = -(-limits.max_model_len // kv.block_size)
         self._tables = torch.zeros((limits.slots, self._columns), dtype=torch.int32, device=device)
-        self._blocks = np.zeros((limits.slots, self._columns), np.int32)  # the same, for the host
+        self._blocks = np.zeros((limits.slots, self._columns), np.int32)  # copy on the host
         self._last_token = torch.zeros(limits.slots, dtype=torch.int32, device=device)
-        # Of a step's rows, wherever they were computed; and those that tokens are drawn from where they are changed.
+        # Logits of a step's rows, from a graph or not; and a float32 copy for steps that edit logits.
         self._scores, self._edited_scores = (
             torch.empty((limits.max_num_seqs, config.vocab_size), dtype=kind, device=device)
             for kind in (model.score_dtype, torch.float32)
@@ -124,7 +126,7 @@ class CudaExecutor:
         self.use(kv)
 
     def use(self, kv: KVPool) -> None:
-        """Takes another pool. What was captured for the one before is given back."""
+        """Switches to another pool. Frees the graphs captured for the previous pool."""
         self.kv = kv
         if self._flashinfer is not None:
             self._flashinfer.kept.forget()
@@ -141,7 +143,7 @@ class CudaExecutor:
             self._draws.clear()
             self._mixed.clear()
             self._flashinfer = self._keeping = None
-            # The next engine needs their memory, whoever still holds this one.
+            # The next engine needs this memory, even while something still references this executor.
             del self.model, self.kv, self._scores, self._edited_scores
             self.sampler.close()
 
@@ -152,7 +154,7 @@ class CudaExecutor:
             self.pooler.setup(setup)
             if self._flashinfer is not None:
                 self._flashinfer.kept.forget(setup.slot)
-        stream = torch.cuda.current_stream(self.device)  # asked for once: it takes a while
+        stream = torch.cuda.current_stream(self.device)  # looked up once, because the call is slow
         started = _event()
         started.record(stream)
         self._desk.open()
@@ -183,8 +185,9 @@ class CudaExecutor:
         return pending
 
     def _choose(self, pending: "CudaPending", plan: StepPlan, masks: StepMasks | None, *, is_drawn: bool) -> None:
-        """One token a row, which stays on the device, and a copy of it on its way to the host. `is_drawn`: a graph has
-        drawn them already, each from all tokens and the model's own logits."""
+        """Draws one token per row, kept on the device and copied to the host; adds log probabilities to `pending`.
+
+        `is_drawn`: a graph has already drawn from all tokens with unedited logits; draw again only where needed."""
         sampler, slots, rows = self.sampler, pending.slots, pending.rows
         scores, positions = self._scores[: len(rows)], plan.first[rows] + plan.count[rows]
         cuts, size = sampler.cuts(slots), _fitting(self._draws, len(rows))
@@ -207,10 +210,10 @@ class CudaExecutor:
             pending.asking = asking
 
     def _score_rows(self, rows: int) -> int:
-        """For how many rows scores are computed where so many are wanted: one of the numbers that were rehearsed.
+        """`rows` padded to the next number of rows that the warm-up computed logits for.
 
-        cuBLAS has another kernel for every few rows. CUDA loads a kernel when it is first used, and waits for the
-        device to be idle: all streams would stand still for two steps.
+        cuBLAS has a different kernel every few rows. CUDA loads a kernel at its first use and waits until the device is
+        idle, which would stop all streams for two steps.
         """
         return _fitting(score_sizes(self.limits.max_num_seqs), rows) or rows
 
@@ -218,7 +221,7 @@ class CudaExecutor:
         return self._last_token.index_select(0, self._rows.slots[:rows])
 
     def _draw(self, scores: Tensor, *, cuts: bool = False) -> None:
-        """By the numbers of the step's rows; from all tokens, or from what their cuts leave."""
+        """Draws one token per row, from all tokens or (`cuts`) after top_k, top_p and min_p."""
         rows = Rows(*(field[: len(scores)] for field in self._rows))
         noise, left = Noise(rows.low, rows.high, rows.positions), Cuts(rows.top_k, rows.top_p, rows.floor)
         returns = (self._returns.view(-1), rows.places)
@@ -233,7 +236,7 @@ class CudaExecutor:
                 pending.prompts[row] = self.sampler.describe_prompt(self.model.logits, part, slot, first)
 
     def _write_blocks(self, plan: StepPlan) -> None:
-        """What is new in the block tables, ours and the device's."""
+        """Updates the block tables, on the host and on the device."""
         new = plan.new_blocks
         if len(new.slots):
             self._blocks[new.slots, new.columns] = new.blocks
@@ -246,7 +249,7 @@ class CudaExecutor:
         positions = plan.first[rows] + plan.count[rows] - 1
         ends = np.cumsum(plan.count)[rows] - 1
         returns = np.arange(len(rows)) + self._desk.turn * self.limits.max_num_seqs
-        drawn = max(padded, _fitting(self._draws, len(rows)) or 0)  # by graphs for more rows than that of the layers
+        drawn = max(padded, _fitting(self._draws, len(rows)) or 0)  # draw graphs may have more rows
         self._row_board.write([slots, positions, ends, returns, *self.sampler.drawing[:, slots]], drawn)
         decodes, places = plan.num_decodes, most_shares(padded, self._wanted)
         for window, board in self._shares.items():
@@ -257,8 +260,9 @@ class CudaExecutor:
     # Steps with prompts
 
     def _forward(self, plan: StepPlan, inputs: StepInputs, *, all_rows: bool = False) -> Tensor:
-        """Hidden states of a step that is not only decodes (or has more of them than any graph): of the rows that
-        sample (and some nobody's behind them), or of all tokens."""
+        """Hidden states of a step that no decode graph can run: it has prompts, or no graph fits its decodes.
+
+        Of the rows that sample, followed by padding; or of all tokens (`all_rows`)."""
         tokens, decodes = self._tokens_of(plan, inputs), plan.num_decodes
         prefills = self._prefills(plan) if decodes < len(plan.slots) else None
         kept = NOBODY if self._flashinfer is None or prefills is None else self._flashinfer.kept.writing
@@ -274,7 +278,7 @@ class CudaExecutor:
         views = Tokens(*self._courier.send(*tokens))
         if decodes:
             views.ids[:decodes] = self._last_token.index_select(0, views.slots[:decodes])
-        # With more decodes than any graph has, there are no ends, and no need for them.
+        # A step of decodes alone, which fits no graph, needs no ends: every token samples.
         ends = None if all_rows or prefills is None else self._ends(self._score_rows(int(plan.samples.sum())))
         where = (views.slots, views.positions, decodes)
         return self.model.forward(views.ids, self._attention(*where, prefills, ends, self._keeping))
@@ -297,7 +301,7 @@ class CudaExecutor:
         return Ends(self._rows.ends[:rows], self._end_shares.numbers[:, : most_shares(rows, self._wanted)])
 
     def _tokens_of(self, plan: StepPlan, inputs: StepInputs) -> list[NDArray[np.int64] | NDArray[np.int32]]:
-        """What `Tokens` are on the device."""
+        """The fields of `Tokens`, as host arrays."""
         count, decodes = plan.count, plan.num_decodes
         slots = np.repeat(plan.slots, count)
         positions = np.arange(plan.num_tokens) + np.repeat(plan.first - (np.cumsum(count) - count), count)
@@ -318,10 +322,11 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def capture(self, *, largest: bool = False, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Captures steps of many sizes, or the `largest` alone; the largest first: the others fit into its memory.
+        """Captures graphs of all sizes, or only of the `largest`. Largest first: the others then fit into its memory.
 
-        Decodes last: in graphs that are captured before those of draws or of large steps with prompts, kernels do not
-        overlap as they should (on an H200 gaps of 0.5 us instead of 0.2, and 2.5% of a step of one row of Llama-3-8B).
+        Decode graphs come last. If they are captured before the graphs of draws or of large steps with prompts, their
+        kernels do not overlap as they should: on an H200 gaps are 0.5 us instead of 0.2 us, which costs 2.5% of a step
+        of one row of Llama-3-8B.
         """
         if not self.model.can_be_captured:
             return
@@ -336,7 +341,7 @@ class CudaExecutor:
                 self._draws[size] = Draws(*(self._whole(step, pool) for step in steps))
                 progress(done := done + 1)
             for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
-                with self._trial():  # the fetch of the warm-up; that which is captured is not run
+                with self._trial():  # for the fetch in the warm-up; the captured fetch is not run
                     self._decodes[size] = self._whole(partial(self._decode, size), pool)
                 progress(done := done + 1)
         torch.cuda.synchronize(self.device)
@@ -348,14 +353,14 @@ class CudaExecutor:
 
     @property
     def untaken(self) -> int:
-        """Bytes, beside the steps' own, that are not taken before there are graphs, or a request needs them."""
+        """Bytes allocated later: driver memory for graphs, and state that the first request with penalties needs."""
         most = self.limits.max_num_seqs
         graphs = len(self._mixed_sizes) * len(self.model.layers) + 2 * len(draw_sizes(most)) + len(decode_sizes(most))
         return self.sampler.untaken + GRAPH_BYTES * (graphs if self.model.can_be_captured else 0)
 
     def _decode(self, rows: int) -> None:
-        """A whole step of decodes alone, their tokens drawn. All that it reads lies where it always lies, or on the
-        desk's next page."""
+        """A whole step of decodes, with drawing. It reads only fixed addresses and the desk's next page, so that it can
+        be captured."""
         drawn = _fitting(draw_sizes(self.limits.max_num_seqs), rows) or rows
         self._desk.fetch(max(most_shares(rows, self._wanted), drawn))
         slots, positions = self._rows.slots[:rows], self._rows.positions[:rows]
@@ -364,15 +369,17 @@ class CudaExecutor:
         self._draw(self.model.scores(hidden, self._scores[:rows]))
 
     def _whole(self, step: Callable[[], None], pool: object) -> Whole:
-        """Warmed up, by few layers, and captured, with all."""
+        """Warms a step up on a few layers, then captures it with all layers."""
         with self.model.abridged():
             warm_up(step)
         return Whole(step, pool)
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
-        """For one fetch that the device runs outside of any step, before the first of them: of a page that says
-        nothing, unless something is written on it. After an error the desk stays open, and begins anew."""
+        """Allows one fetch outside of a step, before the first step. Its page is empty unless something is written.
+
+        It keeps the page counters of host and device equal. After an error the desk stays open; the next `open` resets
+        both counters."""
         self._desk.open()
         yield
         done = _event()
@@ -380,9 +387,9 @@ class CudaExecutor:
         self._desk.close(done)
 
     def _pieces(self, size: int, pool: object) -> Pieces:
-        """A step of so many tokens, of which any may be decodes."""
+        """Captures a mixed step of `size` tokens, of which any number may be decodes."""
         tokens = Tokens(*(field[:size] for field in self._tokens))
-        most = min(size, self.limits.max_num_seqs)  # that can be decodes, or sample
+        most = min(size, self.limits.max_num_seqs)  # rows that can be decodes, or that can sample
 
         def forward(cut: Cut) -> Tensor:
             where = (tokens.slots, tokens.positions, most)
@@ -406,15 +413,16 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Runs the largest step, with nobody's numbers, on blocks that are there many times over, and small ones: at
-        the beginning of a prompt, which ends there or goes on, behind what was cached, and behind a long context. What
-        any of them needs is made now."""
+        """Runs the largest step and small ones on dummy rows: allocates peak memory and loads kernels before service.
+
+        The small ones are a slice at the start of a prompt that ends there or continues, a slice after a cached prefix,
+        and a slice after a long context. The pool may be tiny: block tables name the same block many times."""
         longest = self._longest_prompt
         self._rehearse_largest()
         few = min(self.limits.max_num_batched_tokens, longest, 16)
         behind = min(flashinfer.LONG, longest - few)
         with self.model.abridged():
-            if self.limits.max_num_batched_tokens > longest:  # then it was not alone, where it may take another way
+            if self.limits.max_num_batched_tokens > longest:  # a prompt alone in its step may use another kernel
                 self._rehearse([longest])
             for first, is_end in ((0, True), (0, False), (few, False), (behind, True)):
                 self._rehearse([few], first=min(first, longest - few), are_ends=is_end)
@@ -426,8 +434,8 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def take_memory(self) -> None:
-        """That of the largest step, which was given back with another pool. In service it would be taken bit by bit,
-        and the device waits for that."""
+        """Allocates the memory of the largest step again, which `use` freed. In service it would be allocated bit by
+        bit, and the device waits for each allocation."""
         with self.model.abridged():
             self._rehearse_largest()
         hidden = torch.zeros(
@@ -438,7 +446,7 @@ class CudaExecutor:
         torch.cuda.synchronize(self.device)
 
     def _rehearse_largest(self) -> None:
-        """Of prompts as long as they may be, as many as it takes."""
+        """Runs the largest step: as many prompts of the greatest length as fit."""
         longest = self._longest_prompt
         most = min(self.limits.max_num_batched_tokens, longest * self.limits.max_num_seqs)
         prompts, rest = divmod(most, longest)
@@ -449,7 +457,7 @@ class CudaExecutor:
         return max(1, self.limits.max_model_len - 1)
 
     def _rehearse(self, counts: list[int], *, first: int = 0, are_ends: bool = True) -> None:
-        """One step of prompts, or slices behind `first`, of so many tokens."""
+        """Runs one step of dummy prompts with `counts` tokens each, which start at position `first`."""
         limits, device = self.limits, self.device
         slots, count = np.zeros(len(counts), np.int64), np.array(counts)
         firsts, ends = np.full_like(count, first), np.full(len(counts), are_ends)
@@ -472,7 +480,7 @@ class CudaExecutor:
 
 
 class CudaPending:
-    """A step on its way (a `PendingStep`)."""
+    """A submitted step (a `PendingStep`)."""
 
     def __init__(
         self,
@@ -483,9 +491,9 @@ class CudaPending:
         returns: Tensor,
     ) -> None:
         self.rows, self.slots = rows, slots
-        self.tokens = returns[: len(rows)]  # where they come in, in pinned memory
-        self.asking = np.empty(0, np.int64)  # places in `rows`
-        self.described = Described([])  # and what they ask for
+        self.tokens = returns[: len(rows)]  # in pinned memory; the device writes them there
+        self.asking = np.empty(0, np.int64)  # indices into `rows` that want log probabilities
+        self.described = Described([])  # their log probabilities
         self.prompts: dict[int, Described] = {}
         self.pooled = Pooled([], [])
         self.ended = _event()
@@ -508,13 +516,13 @@ class CudaPending:
 
 
 def _fitting(sizes: Iterable[int], count: int) -> int | None:
-    """The smallest graph for so many."""
+    """The smallest size that holds `count`, or None."""
     return min((size for size in sizes if size >= count), default=None)
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A tensor that is collected in the middle of a capture would spoil it."""
+    """Disables garbage collection: a tensor that is collected during a capture would break it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Engine: a loop together with the model's facts that a request is checked against, and what it promises."""
+"""Engine: a loop, the model's limits that requests are checked against, and the latency targets."""
 
 import itertools
 import random
@@ -20,27 +20,27 @@ from weft.errors import OptionError, RequestError
 
 
 class Wishes(NamedTuple):
-    """How a request would like to stand among the others. What it is promised may differ: see `Engine.standing`."""
+    """Scheduling class and targets that a request asks for. The granted ones may differ: see `Engine.standing`."""
 
     priority: int = 0  # lower goes first
-    tenant: str = ""  # who it is for; tenants share by tokens
+    tenant: str = ""  # tenants share the engine fairly, counted in tokens
     precedence: int = 0  # lower goes first, among prompts of the same tenant
-    batch: bool = False  # wants no promise: fills the slack behind everybody else
-    gap_target_ms: float | None = None  # None: the engine's
-    ttft_target_ms: float | None = None  # None: the engine's
-    user: str = ""  # who within the tenant: each one's prompts make room for the others'; "" is nobody
+    batch: bool = False  # wants no target: uses capacity that other requests leave
+    gap_target_ms: float | None = None  # None: the engine's target
+    ttft_target_ms: float | None = None  # None: the engine's target
+    user: str = ""  # end user within the tenant: further prompts of one user queue behind other users'; "": none
 
 
 @dataclass(frozen=True)
 class Promises:
-    """What an engine aims at unless a request says otherwise, and what is known of its steps."""
+    """Targets of requests that name none, and the calibrated cost of steps."""
 
     targets: Targets
     calibration: Calibration
 
 
 class Engine:
-    """Opens streams on a loop. The loop does the rest."""
+    """Checks requests and opens their streams. The loop runs them."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Engine:
         hidden_size: int = 0,
     ) -> None:
         self.loop = loop
-        self.grammars = grammars  # None: it keeps to none
-        self.promises = promises  # None: it promises nothing
+        self.grammars = grammars  # None: no structured output
+        self.promises = promises  # None: no targets
         self.vocab_size = vocab_size
-        self.hidden_size = hidden_size  # numbers of an embedding
+        self.hidden_size = hidden_size  # length of an embedding
         self.eos_ids = eos_ids
         self.max_model_len = max_model_len
         self._random = random.Random(seed)
@@ -67,10 +67,10 @@ class Engine:
     def open_streams(
         self, prompt: Sequence[int], params: SamplingParams, *, wishes: Wishes | None = None, salt: str = ""
     ) -> list[Stream]:
-        """Checks a request and makes its `params.n` streams. Nothing runs before `loop.add`.
+        """Checks a request and returns its `params.n` streams. Nothing runs before `loop.add`.
 
-        A structure that was not asked for before is tried out here, which takes milliseconds. `grammars.check` may do
-        that ahead, on another thread.
+        A new structure is tried out here, which takes milliseconds. `grammars.check` can do that in advance, on another
+        thread.
         """
         tokens = self._checked(prompt)
         params.check_vocabulary(self.vocab_size)
@@ -81,14 +81,14 @@ class Engine:
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         root = root_hash(salt)
         hashes = prompt_hashes(root, tokens, self.loop.scheduler.block_size)
-        # Only the first describes the prompt; the others are free to take it from the prefix cache.
+        # Only the first stream reports prompt log probabilities, so the others can use the prefix cache.
         silent = replace(params, prompt_logprobs=None)
         return [
             Stream.open(
                 f"{number:08d}-{index}",
                 tokens,
                 silent if index else params,
-                seed=seed + index * 0x9E3779B97F4A7C15,  # unrelated noise for each of the n
+                seed=seed + index * 0x9E3779B97F4A7C15,  # independent noise for each of the n streams
                 max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
                 eos_ids=self.eos_ids,
                 root=root,
@@ -102,7 +102,7 @@ class Engine:
         ]
 
     def standing(self, wishes: Wishes, prompt_tokens: int, constrained: bool = False) -> Standing:
-        """What a request is really promised."""
+        """Returns the class and the targets that a request gets. Raises a RequestError on invalid wishes."""
         priority, tenant, precedence, batch, gap_ms, ttft_ms, user = wishes
         for name, number in (("priority", priority), ("precedence", precedence)):
             if isinstance(number, bool) or not isinstance(number, int):
@@ -127,7 +127,7 @@ class Engine:
         return Standing(priority, tenant, precedence, batch, ttft, gap, ttft_source, gap_source, wish, user)
 
     def _grammars(self, params: SamplingParams) -> Sequence[Grammar | None]:
-        """One for each of the n completions."""
+        """One grammar (or None) for each of the n completions."""
         if params.structured_outputs is None:
             return [None] * params.n
         if self.grammars is None:

@@ -1,4 +1,4 @@
-"""The executor interface: what turns StepPlans into StepResults, on a device or in virtual time."""
+"""The executor interface: turns StepPlans into StepResults, on a device or in virtual time."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -11,32 +11,32 @@ from weft.engine.params import SamplingParams
 
 
 class SlotSetup(NamedTuple):
-    """What an executor must know of a request that takes a slot."""
+    """What an executor must know about a request that takes a slot."""
 
     slot: int
     params: SamplingParams
     seed: int
     prompt: NDArray[np.int32]
     output: NDArray[np.int32]  # sampled before a preemption
-    stop_ids: tuple[int, ...]  # not to be sampled before min_tokens
+    stop_ids: tuple[int, ...]  # banned before min_tokens
 
 
 class StepInputs(NamedTuple):
-    """The values that go with a plan. Decode rows bring none: their input is what the device sampled last."""
+    """The token values for a plan. Decode rows have none: their input is the last sampled token, on the device."""
 
-    prefill_tokens: NDArray[np.int32]  # of the plan's prefill rows, one behind the other
+    prefill_tokens: NDArray[np.int32]  # of the plan's prefill rows, concatenated
     setups: list[SlotSetup]
 
 
 class StepMasks(NamedTuple):
-    """Which tokens grammars allow in a step. They go apart from the inputs: they depend on the tokens sampled last."""
+    """Tokens that grammars allow in a step. Not part of StepInputs, as they depend on the last sampled tokens."""
 
-    places: NDArray[np.int64]  # among the rows of the step that sample
-    bits: NDArray[np.int32]  # [places, words], one bit a token, the lowest first
+    places: NDArray[np.int64]  # indices into the rows of the step that sample
+    bits: NDArray[np.int32]  # [places, words], one bit per token, lowest bit first
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities at one position: of the token that is there, and of the most likely ones."""
+    """Log probabilities at one position: of its token, and of the most likely tokens (`top`)."""
 
     token: int
     logprob: float
@@ -49,30 +49,31 @@ class StepResult:
     tokens: list[int]  # one per row that samples, in row order
     started: float
     finished: float
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row, where asked for
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row, where requested
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: for first+1, first+2, ...
-    embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # by row, of prompts that are complete
+    embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # by row, of completed prompts
 
 
 class Lumps(NamedTuple):
-    """In what amounts an executor takes its work, in tokens."""
+    """Granularity of an executor's work, in tokens. Step times grow in these units."""
 
-    grain: int = 1  # a step with prefill takes as long as with the next multiple of so many
-    wave: int = 0  # queries of a prefill slice that read its context together; 0: all
+    grain: int = 1  # a step with prefill takes as long as one padded to the next multiple of this
+    wave: int = 0  # queries of a prefill slice that read the context in one pass; 0: all
 
 
 class PendingStep(Protocol):
     def result(self) -> StepResult:
-        """Waits for the step. Raises what the step raised."""
+        """Waits for the step and returns its result. Raises the step's exception, if any."""
         ...
 
 
 class Executor(Protocol):
     def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> PendingStep:
-        """Returns before the result exists. Steps run in the order of submission. The results of all but the two before
-        it have been asked for."""
+        """Starts a step and returns before its result exists. Steps run in the order of submission.
+
+        The caller must have called `result` on all earlier steps but the last two."""
         ...
 
     def close(self) -> None:
-        """Lets go of threads and devices. Nothing is submitted afterwards."""
+        """Releases threads and devices. No step may be submitted afterwards."""
         ...

@@ -1,7 +1,7 @@
-"""CUDA graphs: a step captured once and replayed, so that it costs the host next to nothing.
+"""CUDA graphs: a step is captured once and replayed, which costs the host almost nothing.
 
-Decode steps are captured whole. A step with prompts in it is captured but for the attention of its prompts, which is
-planned anew for every step: that runs between the pieces, layer by layer.
+Decode steps are captured whole. A step with prompts is captured in pieces, without the attention of its prompts. That
+attention is planned for every step and runs between the pieces, layer by layer.
 """
 
 import functools
@@ -14,16 +14,16 @@ from torch import Tensor
 from weft.kernels.attention import Heads
 
 Cut = Callable[[Heads, Tensor, Tensor], None]
-GRAIN = 128  # tokens from one size of a mixed step to the next, but for the largest
-WASTE = 1.25  # of the tokens that a step has, how many it is worth to run for the sake of a graph
-LAUNCHING = 1 << 37  # tokens times parameters of a layer that take the device as long as the host takes to launch one
+GRAIN = 128  # tokens between two sizes of mixed steps up to 1,024 (and 64 is a size); larger sizes are farther apart
+WASTE = 1.25  # a graph may run up to this many times the tokens of a step, plus GRAIN
+LAUNCHING = 1 << 37  # tokens * parameters of a layer, at which the device takes as long as the host needs to launch it
 
 
 class Whole:
-    """A whole step, or what comes behind one, that was warmed up. Its results lie where it always puts them."""
+    """A graph of a whole step, or of the drawing after it. Warm the step up first. Results are at fixed addresses."""
 
     def __init__(self, step: Callable[[], None], pool: Any) -> None:
-        # Not through torch.cuda.graph, which collects garbage each time: with many graphs that takes seconds.
+        # Not torch.cuda.graph: it collects garbage each time, which takes seconds with many graphs.
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(_side()):
             self._graph.capture_begin(pool=pool)
@@ -35,8 +35,10 @@ class Whole:
 
 
 class Pieces:
-    """A forward pass in pieces, that was warmed up: `forward` calls what it is given where its prompts attend, with
-    their layer, the queries and the place for the result, which are always the same.
+    """Graphs of the pieces of a forward pass. Warm the pass up first.
+
+    `forward` gets a function and calls it where prompts attend, with the layer's heads, the queries and the output
+    tensor. These tensors are the same at every replay.
     """
 
     def __init__(self, forward: Callable[[Cut], Tensor], pool: Any) -> None:
@@ -49,7 +51,7 @@ class Pieces:
             self._graphs[-1].capture_end()
 
     def replay(self, attend: Cut) -> Tensor:
-        """Hidden states; `attend(heads, q, out)` is called for every cut."""
+        """Returns the hidden states. Calls `attend(heads, q, out)` between pieces."""
         for graph, cut in zip(self._graphs, self._cuts, strict=False):
             graph.replay()
             attend(*cut)
@@ -68,7 +70,7 @@ class Pieces:
 
 
 def warm_up(step: Callable[[], object]) -> None:
-    """Compiles kernels and sets libraries up, which cannot be captured."""
+    """Runs a step to compile kernels and initialise libraries, which cannot happen in a capture."""
     stream = _side()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -78,32 +80,34 @@ def warm_up(step: Callable[[], object]) -> None:
 
 @functools.cache
 def _side() -> torch.cuda.Stream:
-    """One for all: torch and its libraries keep memory for each stream that was ever used."""
+    """The one stream for captures. Torch and its libraries keep memory for each stream that was ever used."""
     return torch.cuda.Stream()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of rows to capture decode steps for: close together where a row more costs most."""
+    """Numbers of rows to capture decode steps for: close together where one more row costs most."""
     parts = ((1, 2, 1), (2, 4, 2), (4, 8, 4), (8, 64, 8), (64, 256, 16), (256, 1 << 20, 64))
     ladder = _ladder(*parts, most=max_num_seqs)
     return sorted({*ladder, max_num_seqs})
 
 
 def score_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of rows that steps with prompts compute scores for."""
+    """Numbers of rows that steps with prompts compute logits for."""
     return sorted(size for size in {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs} if size <= max_num_seqs)
 
 
 def draw_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of rows to capture the drawing of tokens for: far apart, since a row that is nobody's costs little."""
+    """Numbers of rows to capture the drawing of tokens for: far apart, because a dummy row costs little."""
     return sorted({*(1 << power for power in range(max_num_seqs.bit_length())), max_num_seqs})
 
 
 def mixed_sizes(max_num_batched_tokens: int, layer_parameters: int) -> list[int]:
-    """Numbers of tokens to capture mixed steps for: as many as the host takes longer to launch than the device to do.
+    """Numbers of tokens to capture mixed steps for.
 
-    Of the sizes between these, many take as long as the next larger one or longer: cuBLAS has no good kernel for them
-    (Llama-3-8B on an H200: 14.0 ms for 448 tokens, 10.3 for 512).
+    They go up to the size at which the device takes as long to run a step as the host takes to launch it, but at least
+    to 2,048 and at most to 8,192 tokens, within max_num_batched_tokens. Many sizes in between take as long as the next
+    captured size, or longer, because cuBLAS has no good kernel for them (Llama-3-8B on an H200: 14.0 ms for 448 tokens,
+    10.3 ms for 512).
     """
     most = min(max_num_batched_tokens, max(2048, min(LAUNCHING // layer_parameters, 8192)))
     parts = ((64, GRAIN, 64), (GRAIN, 1024, GRAIN), (1024, 2048, 256), (2048, 4096, 512), (4096, 1 << 20, 1024))
@@ -111,7 +115,7 @@ def mixed_sizes(max_num_batched_tokens: int, layer_parameters: int) -> list[int]
 
 
 def is_worth_it(size: int, tokens: int, layer_parameters: int) -> bool:
-    """Whether so many tokens are run faster by the graph for `size` than launched one by one."""
+    """Whether the graph for `size` runs a step of `tokens` faster than launching its kernels one by one."""
     return size <= WASTE * tokens + GRAIN or size * layer_parameters <= LAUNCHING
 
 

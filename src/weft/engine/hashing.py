@@ -1,4 +1,4 @@
-"""Block hashes: a block's name is a digest of its tokens and of everything before it."""
+"""Block hashes for the prefix cache: digests of a block's tokens and of all tokens before it."""
 
 import hashlib
 
@@ -9,17 +9,17 @@ DIGEST_BYTES = 16
 
 
 def root_hash(salt: str = "") -> bytes:
-    """What the first block hangs on. Requests with different salts never share blocks."""
+    """The parent hash of the first block. Requests with different salts never share blocks."""
     return hashlib.blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def block_hash(parent: bytes, tokens: bytes) -> bytes:
-    """`tokens` are the ids as 32-bit numbers, in the machine's order."""
+    """Hash of a block after `parent`. `tokens` are its ids as 32-bit integers, in native byte order."""
     return hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
 
 
 def prompt_hashes(root: bytes, tokens: NDArray[np.int32], block_size: int) -> list[bytes]:
-    """One hash for each full block."""
+    """One hash for each full block of a prompt."""
     hashes: list[bytes] = []
     parent = root
     for end in range(block_size, len(tokens) + 1, block_size):

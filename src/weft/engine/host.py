@@ -1,4 +1,4 @@
-"""Measures what steps cost the host: the real loop and scheduler on an executor that takes no time."""
+"""Measures the host time of steps: runs the real loop and scheduler on an executor that takes no time."""
 
 import time
 from typing import NamedTuple
@@ -21,13 +21,13 @@ FEW, MANY = 16, 128  # rows
 STEPS = 60
 BLOCK = 16
 PROMPT = 500  # tokens of an ordinary prompt
-# What the API process takes for a token that it streams, over what the loop takes for a row of a step: both are Python,
-# so that it is about the same on every machine (`weft bench streams` and `weft bench scheduler` measure the two).
+# Time of the API process to stream a token, divided by the loop's time for a row of a step. Both are Python, so the
+# ratio is about the same on every machine (`weft bench streams` and `weft bench scheduler` measure the two).
 API_TOKEN = 50.0
 
 
 class InstantExecutor:
-    """Its steps are over before they begin."""
+    """An executor with steps that take no time."""
 
     class Pending(NamedTuple):
         outcome: StepResult
@@ -43,14 +43,14 @@ class InstantExecutor:
 
 
 class SubmitTimes(NamedTuple):
-    """Seconds that the real executor took to submit a step, in the median."""
+    """Median seconds that the real executor takes to submit a step."""
 
     decode: float = 0.0  # without prefill slices
     prefill: float = 0.0  # with them
 
 
 def measure_host(cost: Coefficients, submit: SubmitTimes, wake: float, *, is_served: bool) -> HostCost:
-    """`wake` is known from the calibration. `is_served` says that tokens go to clients through an API process."""
+    """Measures the host cost. `wake` is from the calibration. `is_served`: an API process sends tokens to clients."""
     few, many = _steps(FEW, cost), _steps(MANY, cost)
     row = max(0.0, many.step - few.step) / (MANY - FEW)
     step = max(0.0, few.step - FEW * row)
@@ -67,8 +67,8 @@ def measure_host(cost: Coefficients, submit: SubmitTimes, wake: float, *, is_ser
 
 
 class _Steps(NamedTuple):
-    step: float  # seconds of the loop for a step that only decodes
-    prefill: float  # and for one with a prompt in it
+    step: float  # seconds of the loop for a step of decodes alone
+    prefill: float  # seconds of the loop for a step with a prompt
 
 
 def _steps(rows: int, cost: Coefficients) -> _Steps:
@@ -105,7 +105,7 @@ def _arrival() -> float:
 
 
 def _visit(cost: Coefficients) -> float:
-    """Screening of newcomers, divided by the entries that it looks at."""
+    """Seconds of screening new requests, per queue entry that it visits."""
     policy = slo(CostModel(cost), 8192)
     assert isinstance(policy.admission, DeadlineAdmission)
     requests = [Request(f"{number:03d}", PROMPT, 100, ttft_target=3600.0, gap_target=60.0) for number in range(32)]
@@ -120,12 +120,12 @@ def _visit(cost: Coefficients) -> float:
         started = time.perf_counter()
         policy.admission.screen(requests, lambda newcomers: lineup, load, GROUPS)
         taken.append(time.perf_counter() - started)
-    # Beside the forecast, each newcomer is looked up in the prefix cache and queued: about as much again.
+    # Besides the forecast, each new request is looked up in the prefix cache and queued: about the same time again.
     return 2 * _usual(taken) / (len(requests) + GROUPS)
 
 
 def _usual(seconds: list[float]) -> float:
-    """Without what else the machine did: noise only ever adds."""
+    """The 20th percentile: excludes other work of the machine, because noise only makes steps slower."""
     return float(np.percentile(seconds, 20))
 
 

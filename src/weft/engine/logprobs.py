@@ -1,4 +1,4 @@
-"""Log probabilities, which the device computes and sends to the host while that goes on."""
+"""Log probabilities: the device computes them and sends them to the host, which does not wait."""
 
 from typing import NamedTuple
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 from weft.engine.executor import TokenLogprobs
 
-NUMBERS = 3  # of a token, before the most likely ones: the token, its rank, its log probability
+NUMBERS = 3  # per row, before the most likely tokens: the token, its rank, its log probability
 
 
 class DescribedPiece(NamedTuple):
-    numbers: Tensor  # [N, NUMBERS + 2 * k] int32 on the host, where they are once the device has come so far
-    wanted: list[int]  # how many of the k most likely tokens, for each row
+    numbers: Tensor  # [N, NUMBERS + 2 * k] int32 on the host; valid once the device has finished the step
+    wanted: list[int]  # for each row, how many of the k most likely tokens to report
 
     @classmethod
     def of(cls, logits: Tensor, tokens: Tensor, wanted: list[int]) -> "DescribedPiece":
-        """Of one token a row. The device need not have the logits yet."""
+        """Describes one token per row. Does not wait for the logits."""
         logprobs = torch.log_softmax(logits.float(), -1)
         chosen = logprobs.gather(-1, tokens[:, None].long())
         ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
@@ -42,5 +42,5 @@ class Described(NamedTuple):
     pieces: list[DescribedPiece]
 
     def read(self) -> list[TokenLogprobs]:
-        """When the device has come so far."""
+        """Returns one result per row. Call it after the device has finished the step."""
         return [one for piece in self.pieces for one in piece.read()]

@@ -1,4 +1,4 @@
-"""The loop: plan, run, commit. It owns the token values and the streams, and imports no torch."""
+"""The engine loop: plan a step, run it, commit its result. Owns the token values and the streams. Imports no torch."""
 
 import contextlib
 import time
@@ -14,32 +14,32 @@ from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, S
 from weft.engine.masks import MaskBuilder
 from weft.engine.stream import Stream
 
-# Of the last step's time: how long a plan waits for new masks while the device computes. Most masks take 50 us, but the
-# next plan may be due before that; the device has the step in flight to do meanwhile.
+# Before a plan, how long to wait for new grammar masks, as a share of the last step's time. Most masks take 50 us, and
+# the next plan may be due before that. During the wait, the device computes the step in flight.
 MASK_SHARE = 1 / 8
-IDLE_WAIT = 0.001  # seconds that a step waits for a mask where nothing else can be done; its caller may have news
+IDLE_WAIT = 0.001  # seconds to wait for a mask when there is no other work; short: the caller may have new requests
 
 
 class TokenEvent(NamedTuple):
-    """One request's news from one step."""
+    """What one step produced for one request."""
 
     stream: Stream
-    token: int | None  # None: it was refused, or only prompt log probabilities came
+    token: int | None  # None: the request was refused, or only prompt log probabilities arrived
     finish_reason: str | None
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None  # for the positions behind `prompt_first`
+    prompt_logprobs: list[TokenLogprobs] | None = None  # for positions prompt_first + 1, prompt_first + 2, ...
     prompt_first: int = 0
-    embedding: NDArray[np.float32] | None = None  # of a request that pools
+    embedding: NDArray[np.float32] | None = None  # only of pooling requests
 
 
 class _InFlight(NamedTuple):
     plan: StepPlan
     pending: PendingStep
-    times: HostTimes  # so far
+    times: HostTimes  # without the commit, which comes later
 
 
 class Loop:
-    """Drives one scheduler and one executor, with `depth` steps in flight while the next is planned (0 or 1)."""
+    """Drives one scheduler and one executor. `depth` steps (0 or 1) are in flight while the next is planned."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class Loop:
         self.on_record = on_record
         self.streams: dict[str, Stream] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._held: list[TokenEvent] = []  # to be handed out with the next events
-        self._by_slot: list[Any] = [None] * scheduler.slots.size  # the Stream that a slot's tokens are for, if any
+        self._held: list[TokenEvent] = []  # returned by the next `step`
+        self._by_slot: list[Any] = [None] * scheduler.slots.size  # by slot: the Stream that gets its tokens, or None
         self._masks = MaskBuilder()
-        self.last_seconds = 0.0  # that the device took for the last step
-        self._stop_ids: set[int] = set()  # of all streams there were: most steps sample none of them
-        self._left_at: float | None = None  # when the last turn ended, with work left
+        self.last_seconds = 0.0  # device time of the last step
+        self._stop_ids: set[int] = set()  # of all streams so far; most steps sample none of them
+        self._left_at: float | None = None  # when the last `step` call returned; None: there was no work left
 
     @property
     def has_work(self) -> bool:
@@ -76,7 +76,7 @@ class Loop:
             self._masks.open(stream)
 
     def abort(self, stream: Stream, reason: str = "abort") -> None:
-        """Ends a stream now; no further event names it. Harmless if it has ended."""
+        """Ends a stream now. No later event names it. Does nothing if the stream has ended."""
         if self.streams.pop(stream.request.id, None) is not None:
             if stream.request.slot >= 0:
                 self._by_slot[stream.request.slot] = None
@@ -84,13 +84,16 @@ class Loop:
             self.scheduler.abort(stream.request, reason, self.clock())
 
     def step(self) -> list[TokenEvent]:
-        """One turn: submits the next step if there is one, then takes in the oldest that is due."""
-        while len(self._in_flight) > self.depth:  # an interrupt came while we waited for one of them
+        """Submits the next step if there is one, then commits the oldest step if more than `depth` are in flight.
+
+        With nothing to submit, the oldest step in flight is committed. Returns the events since the last call.
+        """
+        while len(self._in_flight) > self.depth:  # Ctrl-C interrupted an earlier wait for one of them
             self._held += self._take_in()
         began = self.clock()
         outside = 0.0 if self._left_at is None else began - self._left_at
         if self._masks.wait_for_new(MASK_SHARE * self.last_seconds if self._in_flight else 0.0):
-            began = self.clock()  # to wait is no work
+            began = self.clock()  # waiting does not count as host time
         with self._all_or_nothing():
             for stream in self._masks.collect():
                 self.scheduler.release(stream.request)
@@ -106,22 +109,22 @@ class Loop:
         if plan is None and not taken:
             self._masks.wait_for_first(IDLE_WAIT)
         events = self._take_in() if taken else []
-        held, self._held = self._held, []  # not before: waiting for the device may be interrupted
+        held, self._held = self._held, []  # only now: Ctrl-C during the wait above must not lose them
         self._left_at = self.clock() if self.has_work else None
         return held + events
 
     def drain(self) -> None:
-        """Takes in what is in flight without planning more; its events are lost, so end or abandon streams first."""
+        """Commits the steps in flight without planning more. Their events are lost: end or abort the streams first."""
         while self._in_flight:
             self._take_in()
 
     def close(self) -> None:
-        """Lets go of the executor and of threads. Nothing is added afterwards."""
+        """Closes the executor and stops the threads. No stream may be added afterwards."""
         self.executor.close()
         self._masks.close()
 
     def prefilled(self, stream: Stream) -> int:
-        """Tokens of a stream whose keys and values are computed, for progress displays."""
+        """Number of tokens of a stream with computed keys and values, for progress displays."""
         slot = stream.request.slot
         return int(self.scheduler.slots.computed[slot]) if slot >= 0 else 0
 
@@ -136,7 +139,7 @@ class Loop:
         return StepInputs(np.concatenate(values) if values else np.empty(0, np.int32), setups)
 
     def _step_masks(self, plan: StepPlan) -> StepMasks | None:
-        """The masks of a plan's samples; after `_inputs`, which notes the streams that join."""
+        """Masks for the rows of a plan that sample. Call `_inputs` first: it registers the streams that join."""
         if not self._masks.streams:
             return None
         sampling = plan.slots[plan.samples]
@@ -146,7 +149,7 @@ class Loop:
         return StepMasks(places, self._masks.take([self._by_slot[slot] for slot in sampling[places].tolist()]))
 
     def _take_refusals(self) -> list[TokenEvent]:
-        """Requests that the scheduler would rather not begin, as they could not keep their promise."""
+        """Events of the requests that the scheduler refused because it could not meet their targets."""
         refused = [TokenEvent(self.streams.pop(request.id), None, "refused") for request in self.scheduler.refused]
         for event in refused:
             self._masks.drop(event.stream)
@@ -156,9 +159,9 @@ class Loop:
     def _take_in(self) -> list[TokenEvent]:
         plan, pending, times = self._in_flight[0]
         with self._all_or_nothing():
-            filled = self._hash_filled(plan)  # while the device computes: the values are known, and may be many
+            filled = self._hash_filled(plan)  # while the device computes: the tokens are known, and may be many
         try:
-            result = pending.result()  # an interrupt while waiting here loses nothing: the step stays in flight
+            result = pending.result()  # Ctrl-C here loses nothing: the step stays in flight
         except Exception:
             self._fail()
             raise
@@ -177,19 +180,19 @@ class Loop:
         return events
 
     def _events(self, plan: StepPlan, result: StepResult, outcome: Outcome) -> list[TokenEvent]:
-        """Appends sampled tokens to their streams and notices who is done."""
+        """Appends sampled tokens to their streams, adds finished requests to `outcome` and returns the events."""
         events = []
         for row, found in result.prompt_logprobs.items():
             if plan.requests[row].state is not State.FINISHED:
                 stream = self.streams[plan.requests[row].id]
                 first = int(plan.first[row])
                 events.append(TokenEvent(stream, None, None, prompt_logprobs=found, prompt_first=first))
-        # What every request pays for in every step: a look-up by slot, an append, a tuple made the short way. Ends
-        # and log probabilities are put in afterwards, where there are any.
+        # Hot path, run for every request in every step: a look-up by slot, an append, a tuple built directly.
+        # Finish reasons and log probabilities are rare and added afterwards.
         by_slot, make = self._by_slot, tuple.__new__
         rows, tokens = np.flatnonzero(plan.samples), result.tokens
         streams = [by_slot[slot] for slot in plan.slots[rows].tolist()]
-        if None in streams:  # aborted, or ended in the step before: the surplus token is thrown away
+        if None in streams:  # aborted, or finished in the step before: drop the surplus token
             kept = [index for index, stream in enumerate(streams) if stream is not None]
             rows, streams = rows[kept], [streams[index] for index in kept]
             tokens = [tokens[index] for index in kept]
@@ -213,25 +216,25 @@ class Loop:
         return events
 
     def _advance_masks(self, events: list[TokenEvent]) -> None:
-        """Begins the masks behind a step's tokens, in the background."""
+        """Starts computing the next mask of each stream with a grammar, in the background."""
         if self._masks.streams:
             for stream, token, reason, *_ in events:
                 if stream.grammar is not None and token is not None and reason is None:
                     self._masks.advance(stream, token)
 
     def _ends(self, last: NDArray[np.bool_], streams: list[Stream], tokens: list[int]) -> list[tuple[int, str]]:
-        """Which of these streams end with the token they got, and why."""
+        """(index, reason) of the streams that finish with their new token."""
         ends = dict.fromkeys(np.flatnonzero(last).tolist(), "length")
         if not self._stop_ids.isdisjoint(tokens):
             for index, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
-                # A grammar's end cannot be put off.
+                # min_tokens cannot delay the end of a grammar.
                 least = stream.params.min_tokens if stream.grammar is None else 0
                 if token in stream.stop_ids and len(stream.output) >= least:
                     ends[index] = "stop"
         return sorted(ends.items())
 
     def _hash_filled(self, plan: StepPlan) -> list[Request]:
-        """Whose blocks a step fills, hashed; a second time, after an interrupt, there is nothing to hash."""
+        """Hashes the blocks that a step fills; returns their requests. A second call, after Ctrl-C, hashes nothing."""
         size = self.scheduler.block_size
         end = plan.first + plan.count
         filled = []
@@ -244,7 +247,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Books that were interrupted half-way (by an error or by Ctrl-C) are not to be trusted."""
+        """Calls `_fail` if the body is interrupted by an error or Ctrl-C: its state may be half-updated."""
         try:
             yield
         except BaseException:
@@ -252,12 +255,12 @@ class Loop:
             raise
 
     def _fail(self) -> None:
-        """Ends every stream with "error" and starts the books over; what a failed step left in blocks is forgotten."""
+        """Ends every stream with "error" and resets the scheduler. The contents of all blocks are forgotten."""
         try:
             while self._in_flight:
                 with contextlib.suppress(Exception):
                     self._in_flight.popleft().pending.result()
-        finally:  # a second Ctrl-C must not leave the books half-written
+        finally:  # a second Ctrl-C must not leave the state half-reset
             for stream in self.streams.values():
                 request = stream.request
                 request.state, request.finish_reason, request.finished = State.FINISHED, "error", self.clock()
@@ -270,7 +273,7 @@ class Loop:
 
 def _setup(stream: Stream) -> SlotSetup:
     request: Request = stream.request
-    stop_ids = tuple(stream.stop_ids) if stream.grammar is None else ()  # of a grammar, they are left out of the masks
+    stop_ids = tuple(stream.stop_ids) if stream.grammar is None else ()  # with a grammar, the masks exclude them
     return SlotSetup(
         request.slot,
         stream.params,

@@ -1,10 +1,10 @@
-"""MaskBuilder: which tokens a grammar allows next, one bit a token, for each stream that has a grammar.
+"""MaskBuilder: computes which tokens a grammar allows next, one bit per token, for each stream with a grammar.
 
-A mask is computed on a background thread as soon as the token before it is known, without the GIL. A stream whose mask
-is not ready sits out a step, so no other stream waits for it.
+A mask is computed on a background thread, without the GIL, as soon as the token before it is known. A stream without a
+ready mask skips a step, so that no other stream waits for it.
 
-Matchers are made on threads of their own, at a low priority: one of a large schema takes 30 ms of a core, and a mask
-takes 50 us. So many large schemas at once delay neither steps nor the masks of other streams.
+Matchers are built on separate threads at a low priority. A matcher of a large schema takes 30 ms of a core, while a
+mask takes 50 us. So large schemas, even many at once, delay neither steps nor the masks of other streams.
 """
 
 import os
@@ -20,40 +20,40 @@ from numpy.typing import NDArray
 from weft.engine.stream import Stream
 from weft.engine.structured import Grammar, Mask, NoMatcherError
 
-THREADS = 4  # so that a mask that takes long does not hold up those of other streams
+THREADS = 4  # several, so that a slow mask does not delay the masks of other streams
 MATCHER_THREADS = 2
-NICE = 10  # of the threads that make matchers; 0 is the priority of the loop
+NICE = 10  # of the threads that build matchers; the loop runs at 0
 
 
 class MaskBuilder:
-    """Owns the matchers' progress and the next mask of every stream with a grammar.
+    """Owns the progress of the matchers and the next mask of every stream with a grammar.
 
     A stream is opened once. Each mask is taken once, and `advance` starts the next. A preemption changes nothing: the
     matcher has consumed every token of the stream's output.
     """
 
     def __init__(self) -> None:
-        self.streams: set[Stream] = set()  # that are open
+        self.streams: set[Stream] = set()  # open streams
         self._pending: dict[Stream, Future[Mask]] = {}
         self._ready: dict[Stream, Mask] = {}
-        self._new: list[Future[Mask]] = []  # that were not waited for
-        # Both start their threads when needed.
+        self._new: list[Future[Mask]] = []  # not yet waited for
+        # Both pools start threads on demand.
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-masks")
         self._matchers = ThreadPoolExecutor(
             MATCHER_THREADS, thread_name_prefix="weft-matchers", initializer=_lower_priority
         )
 
     def open(self, stream: Stream) -> None:
-        """Begins the mask of a stream's first token."""
+        """Starts computing the mask of a stream's first token."""
         self.streams.add(stream)
         self._begin(stream, None)
 
     def advance(self, stream: Stream, token: int) -> None:
-        """Begins the mask behind a token, the last of the stream's output."""
+        """Starts computing the mask after `token`, the last token of the stream's output."""
         self._begin(stream, token)
 
     def drop(self, stream: Stream) -> None:
-        """Forgets a stream that has ended. Harmless if it has no grammar."""
+        """Forgets a stream that has ended. Does nothing if it has no grammar."""
         self.streams.discard(stream)
         self._ready.pop(stream, None)
         if (pending := self._pending.pop(stream, None)) is not None:
@@ -69,7 +69,7 @@ class MaskBuilder:
         self._matchers.shutdown()
 
     def wait_for_new(self, seconds: float) -> bool:
-        """Waits for new masks, no longer than so; a mask is waited for once. Returns whether there was one."""
+        """Waits up to `seconds` for new masks. Each mask is waited for only once. Returns whether it waited."""
         self._new = [pending for pending in self._new if not pending.done()]
         if not self._new or seconds <= 0:
             return False
@@ -78,20 +78,21 @@ class MaskBuilder:
         return True
 
     def wait_for_first(self, seconds: float) -> None:
-        """Waits until one of the pending masks is ready, no longer than so."""
+        """Waits up to `seconds` until one of the pending masks is ready."""
         if self._pending:
             wait(self._pending.values(), seconds, FIRST_COMPLETED)
 
     def collect(self) -> list[Stream]:
-        """Streams whose mask has become ready since the last call."""
+        """Streams with a mask that became ready since the last call."""
         done = [stream for stream, pending in self._pending.items() if pending.done()]
         for stream in done:
             self._ready[stream] = self._pending.pop(stream).result()
         return done
 
     def take(self, streams: Sequence[Stream]) -> NDArray[np.int32]:
-        """The masks of these streams, which are ready, one row each. Streams that begin get their matchers while the
-        step runs."""
+        """Returns and removes the masks of these streams, one row each; all must be ready.
+
+        Matchers of streams without output are built while the step runs."""
         for stream in streams:
             if not stream.output and stream.grammar is not None:
                 self._matchers.submit(stream.grammar.prepare)
@@ -108,16 +109,16 @@ class MaskBuilder:
 
 
 def _lower_priority() -> None:
-    """Lets all other threads of the process go first. Linux only: elsewhere a priority is the whole process's."""
+    """Lowers the priority of this thread. Linux only: elsewhere a priority applies to the whole process."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _build(grammar: Grammar, token: int | None, banned: Sequence[int]) -> Mask:
-    """The mask behind a token. `banned` tokens are left out while the grammar allows anything else."""
+    """The mask after `token`. `banned` tokens are excluded if the grammar allows any other token."""
     try:
         mask = grammar.mask(token)
-    except NoMatcherError:  # this stream ends, and no other
+    except NoMatcherError:  # ends only this stream
         traceback.print_exc()
         words = -(-grammar.form.tokenizer.vocab_size // 32)
         return _pack(grammar.form.tokenizer.eos_tokens, words)
@@ -128,7 +129,7 @@ def _build(grammar: Grammar, token: int | None, banned: Sequence[int]) -> Mask:
 
 
 def _pack(ids: Sequence[int], words: int) -> Mask:
-    """A mask that allows these tokens."""
+    """A mask that allows only these tokens."""
     flags = np.zeros(32 * words, np.bool_)
     flags[list(ids)] = True
     return np.packbits(flags, bitorder="little").view(np.int32)

@@ -1,4 +1,4 @@
-"""EngineOptions: what the owner of an engine may choose. Names are vLLM's where the meaning is the same."""
+"""EngineOptions: the settings of an engine. Names are vLLM's where the meaning is the same."""
 
 import math
 from dataclasses import dataclass, fields
@@ -8,32 +8,32 @@ from weft.errors import OptionError
 
 POLICIES = ("slo", "chunked", "monolithic")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
-ALIASES = {"half": "float16", "float": "float32"}  # vLLM's other names of dtypes
+ALIASES = {"half": "float16", "float": "float32"}  # vLLM's other names for dtypes
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     model: str | None = None  # directory or hub id; None: the model that ships with weft
-    dtype: str = "auto"  # auto: the checkpoint's; half and float are kept as float16 and float32
-    device: str = "auto"  # auto: cuda where there is one
-    max_model_len: int | None = None  # tokens of prompt and output; None: what model and KV cache allow
-    max_num_seqs: int = 256  # requests that run at once
-    max_num_batched_tokens: int = 2048  # tokens a step may carry
+    dtype: str = "auto"  # auto: the checkpoint's dtype; half and float become float16 and float32
+    device: str = "auto"  # auto: cuda if available
+    max_model_len: int | None = None  # tokens of prompt plus output; None: as many as model and KV cache allow
+    max_num_seqs: int = 256  # most running requests
+    max_num_batched_tokens: int = 2048  # most tokens of a step
     block_size: int = 16  # tokens in a block of the KV cache
-    kv_cache_memory_bytes: int | None = None  # None: from what the device has
+    kv_cache_memory_bytes: int | None = None  # None: from the memory of the device
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory that weights, steps and KV cache may take
     enable_prefix_caching: bool = True
-    policy: Literal["slo", "chunked", "monolithic"] = "slo"  # slo with no target at all is chunked
-    gap_target_ms: float | None = None  # promised time between tokens; None: nothing is promised
-    ttft_target_ms: float | None = None  # promised time to the first token; None: nothing is promised
-    ttft_target_per_1k_ms: float | None = None  # on top, for every 1,000 tokens of the prompt; None: 0, or the default
-    default_targets: bool = False  # what has no target is aimed at one all the same, and nothing is refused for it:
-    # gaps of 50 ms (or two decode steps), a first token in 1 s and 0.25 s more for every 1,000 tokens of the prompt
-    min_gap_target_ms: float | None = None  # a smaller wish is raised to it; None: 1.5 times the calibrated decode step
-    max_queued_requests: int | None = None  # more are turned away; None: no limit
-    max_queued_tokens: int | None = None  # of the prompts that wait; None: no limit
+    policy: Literal["slo", "chunked", "monolithic"] = "slo"  # slo without any target works as chunked
+    gap_target_ms: float | None = None  # promised time between tokens; None: no promise
+    ttft_target_ms: float | None = None  # promised time to the first token; None: no promise
+    ttft_target_per_1k_ms: float | None = None  # added per 1,000 prompt tokens; None: 0, or the default target's
+    default_targets: bool = False  # missing targets get defaults, which never cause a refusal: gaps of 50 ms (or two
+    # decode steps, if longer), and a first token within 1 s plus 0.25 s per 1,000 prompt tokens
+    min_gap_target_ms: float | None = None  # smaller targets are raised to it; None: 1.5 calibrated decode steps
+    max_queued_requests: int | None = None  # more are refused; None: no limit
+    max_queued_tokens: int | None = None  # of waiting prompts; None: no limit
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
-    seed: int | None = None  # for requests without a seed of their own; None: different every time
+    seed: int | None = None  # for requests that name no seed; None: different every time
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", ALIASES.get(self.dtype, self.dtype))
@@ -64,7 +64,7 @@ class EngineOptions:
 
     @classmethod
     def of(cls, **options: Any) -> "EngineOptions":
-        """Options by name; one that does not exist is an OptionError."""
+        """Builds options by name. Raises an OptionError on an unknown name."""
         known = [field.name for field in fields(cls)]
         unknown = [name for name in options if name not in known]
         if unknown:

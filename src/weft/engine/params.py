@@ -1,4 +1,4 @@
-"""SamplingParams: what a caller may ask of one request. Names and defaults are vLLM's where the meaning is the same."""
+"""SamplingParams: the options of one request. Names and defaults are vLLM's where the meaning is the same."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -7,43 +7,43 @@ from typing import Any, NamedTuple
 from weft.errors import RequestError
 
 MAX_LOGPROBS = 20  # alternatives reported per position
-MAX_ALLOWED = 1024  # token ids of which one is sampled: they go to the device with every step
-MAX_COUNT = 2**31 - 1  # of tokens and the like: more than any context, and it fits the arrays
+MAX_ALLOWED = 1024  # of allowed_token_ids: they are sent to the device with every step
+MAX_COUNT = 2**31 - 1  # limit of token counts and similar: above any context, and fits the arrays
 
 
 class Thoughts(NamedTuple):
-    """Tags around what a model thinks before it replies."""
+    """Tags around the reasoning of a model before its reply."""
 
     start: str
     end: str
-    open: bool  # whether the prompt has the first tag; else the model may think, or not
+    open: bool  # whether the prompt contains the start tag; else reasoning is optional
 
 
 class Calls(NamedTuple):
-    """How a model calls tools by itself: JSON between marks."""
+    """How a model writes tool calls: JSON between marks."""
 
-    schema: dict[str, Any]  # of what is between
+    schema: dict[str, Any]  # of the JSON between the marks
     start: str = ""
     end: str = ""
-    many: bool = False  # several may follow each other
+    many: bool = False  # whether several calls may follow each other
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """The form that an output must have, up to its end of text. Exactly one is given.
+    """The structure of an output, up to its end of text. Exactly one of json to grammar is given.
 
-    Whether the schema, regex or grammar is a good one is not found out here: see `weft.engine.structured`.
+    The schema, regex or grammar is not checked here: see `weft.engine.structured`.
     """
 
     json: str | dict[str, Any] | None = (
-        None  # a JSON schema, its objects closed; a keyword that cannot be kept to is an error
+        None  # a JSON schema, its objects closed; a keyword that cannot be enforced is an error
     )
     json_object: bool = False  # any JSON object
-    regex: str | None = None  # matches the whole output; as in Rust: no look-around, no back-references
+    regex: str | None = None  # matches the whole output; Rust syntax: no look-around, no back-references
     choice: Sequence[str] | None = None  # one of these texts
-    grammar: str | None = None  # Lark, in llguidance's dialect; or GBNF, which has a rule `root ::= ...`
-    behind: Thoughts | None = None  # it begins behind these, in which anything may be
-    calls: Calls | None = None  # the output may consist of these instead
+    grammar: str | None = None  # Lark in llguidance's dialect, or GBNF (with rules such as `root ::= ...`)
+    behind: Thoughts | None = None  # the structure starts after this reasoning, which may be any text
+    calls: Calls | None = None  # the output may be tool calls instead
 
     def __post_init__(self) -> None:
         names = _forms()
@@ -67,7 +67,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, data: Any) -> "StructuredOutputs":
-        """From a JSON object; a field that does not exist is a RequestError."""
+        """Builds it from a JSON object. Raises a RequestError on an unknown field."""
         known = _forms()
         if not isinstance(data, Mapping):
             raise RequestError(f"structured_outputs must be an object with one of {', '.join(known)}, not {data!r:.80}")
@@ -78,7 +78,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """The field that is given."""
+        """The name of the given field."""
         return next(name for name in _forms() if getattr(self, name) not in (None, False))
 
 
@@ -88,7 +88,7 @@ def _forms() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    temperature: float = 1.0  # 0 (or below 1e-5): the most likely token, always
+    temperature: float = 1.0  # 0 (or below 1e-5): greedy
     top_k: int = 0  # keep the k most likely tokens; 0 or -1: all
     top_p: float = 1.0  # keep the smallest set of tokens that holds this much probability
     min_p: float = 0.0  # keep tokens at least this likely, relative to the most likely one
@@ -96,22 +96,22 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # per occurrence in the output
     presence_penalty: float = 0.0  # once, if in the output
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None  # no others are sampled, an end of text neither
-    seed: int | None = None  # same seed, prompt and parameters: same tokens, whatever else runs
+    allowed_token_ids: Sequence[int] | None = None  # only these are sampled: an end-of-text token too must be listed
+    seed: int | None = None  # same seed, prompt and parameters give the same tokens, whatever else runs
     max_tokens: int | None = 16  # None: as many as the context allows
-    min_tokens: int = 0  # no end of text and no stop before this many
+    min_tokens: int = 0  # no end of text and no stop before this many tokens
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # alternatives to report beside each sampled token
+    logprobs: int | None = None  # alternatives to report with each sampled token
     prompt_logprobs: int | None = None  # the same for each token of the prompt
     n: int = 1  # independent completions of one prompt
-    # Where given, the output ends where its grammar does, whatever ignore_eos and min_tokens say; elsewhere no end is
-    # allowed. Bias and penalties count before it, and log probabilities are the model's own, as ever.
+    # The output ends where the grammar ends, even with ignore_eos or before min_tokens, and nowhere else. The mask is
+    # applied after bias and penalties. Log probabilities are from unedited logits, as always.
     structured_outputs: StructuredOutputs | None = None
-    pooling: str | None = None  # "last" or "mean": the prompt's embedding is wanted, and no text; see engine/pooling.py
+    pooling: str | None = None  # "last" or "mean": return the prompt's embedding and no text; see engine/pooling.py
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0, 100)
@@ -171,7 +171,7 @@ class SamplingParams:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Token ids are only checkable beside a model."""
+        """Raises a RequestError on token ids outside the model's vocabulary."""
         for name, ids in (
             ("logit_bias", self.logit_bias or {}),
             ("stop_token_ids", self.stop_token_ids or ()),

@@ -1,6 +1,6 @@
-"""Pooling: the hidden states of a prompt become one vector, its embedding.
+"""Pooling: turns the hidden states of a prompt into one vector, its embedding.
 
-A request for an embedding is prefill only: it ends with the first token, which is thrown away.
+A request for an embedding is prefill only: it ends with the first token, which is discarded.
 """
 
 from pathlib import Path
@@ -15,37 +15,37 @@ from weft.engine.params import SamplingParams
 from weft.errors import ModelError, RequestError
 from weft.files import read_json
 
-if TYPE_CHECKING:  # this module is also read by processes that load no torch
+if TYPE_CHECKING:  # processes without torch also import this module
     from torch import Tensor
 
-POOLING_MODES = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # of sentence-transformers
+POOLING_MODES = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # names of sentence-transformers
 Vector = NDArray[np.float32]
 
 
 class Pooler:
-    """Owns, for each slot of a request that pools, the sum of the hidden states so far."""
+    """Owns the pooling mode of each slot that pools, and for mean pooling the sum of its hidden states so far."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, str] = {}
         self._sums: dict[int, Tensor] = {}
 
     def setup(self, setup: SlotSetup) -> None:
-        """A request took a slot."""
+        """Sets the pooling mode of a slot that a request takes."""
         self._sums.pop(setup.slot, None)
         self._kinds.pop(setup.slot, None)
         if setup.params.pooling is not None:
             self._kinds[setup.slot] = setup.params.pooling
 
     def pools(self, plan: StepPlan) -> bool:
-        """Whether a prefill of the step belongs to a request that pools."""
+        """Whether the step has a prefill of a pooling request."""
         return bool(self._kinds) and not self._kinds.keys().isdisjoint(_prefills(plan))
 
     def sums(self, plan: StepPlan) -> bool:
-        """Whether one of them needs the hidden states of all its tokens."""
+        """Whether the step has a prefill with mean pooling, which needs the hidden states of all its tokens."""
         return bool(self._kinds) and any(self._kinds.get(slot) == "mean" for slot in _prefills(plan))
 
     def take_last(self, plan: StepPlan, hidden: "Tensor") -> "Pooled":
-        """The same as `take` where no request sums: `hidden` has the rows that sample, in their order."""
+        """Like `take`, for steps without mean pooling. `hidden` has only the rows that sample, in order."""
         sampling = np.flatnonzero(plan.samples).tolist()
         found = [
             (row, hidden[place].float())
@@ -55,7 +55,7 @@ class Pooler:
         return Pooled([row for row, _ in found], [vector for _, vector in found])
 
     def take(self, plan: StepPlan, hidden: "Tensor") -> "Pooled":
-        """Adds the hidden states [tokens of the step, size] of a step; returns the rows whose prompt is complete."""
+        """Adds the hidden states [tokens of the step, size] of a step. Returns the embeddings of completed prompts."""
         rows, vectors = [], []
         ends = np.cumsum(plan.count).tolist()
         for row in range(plan.num_decodes, len(plan.slots)):
@@ -75,13 +75,13 @@ class Pooler:
 
 
 class Pooled(NamedTuple):
-    """Embeddings of a step, on the device or on their way to the host."""
+    """Embeddings of a step, on the device or in transfer to the host."""
 
     rows: list[int]
     vectors: "list[Tensor]"
 
     def sent(self) -> "Pooled":
-        """The same in pinned memory, where they are once the device has come so far."""
+        """Starts a copy to pinned memory, valid once the device has finished the step."""
         import torch
 
         return Pooled(
@@ -90,8 +90,8 @@ class Pooled(NamedTuple):
         )
 
     def read(self) -> dict[int, Vector]:
-        """By row; when the device has come so far."""
-        # Copies: a vector would keep the hidden states of its whole step alive.
+        """Embeddings by row. Call it after the device has finished the step."""
+        # Copies, because a view would keep the hidden states of the whole step alive.
         return {row: vector.cpu().numpy().copy() for row, vector in zip(self.rows, self.vectors, strict=True)}
 
 
@@ -102,7 +102,7 @@ def _prefills(plan: StepPlan) -> list[int]:
 
 
 def pooling_of(path: Path) -> str:
-    """How a model wants its hidden states pooled, as sentence-transformers writes it down; else the last token's."""
+    """The pooling mode in a model's sentence-transformers config; "last" if there is none."""
     file = path / "1_Pooling" / "config.json"
     if not file.is_file():
         return "last"
@@ -116,7 +116,7 @@ def pooling_of(path: Path) -> str:
 
 
 def pooling_params(pooling: str) -> SamplingParams:
-    """What a request for an embedding asks of the engine."""
+    """Parameters of a request for an embedding."""
     return SamplingParams(pooling=pooling, max_tokens=1, temperature=0.0)
 
 
@@ -127,7 +127,7 @@ def check_dimensions(dimensions: int | None, size: int) -> None:
 
 
 def finished(pooled: Vector, dimensions: int | None, normalize: bool) -> Vector:
-    """The embedding that a caller wants: its first `dimensions` numbers, of length one where normalized."""
+    """The final embedding: the first `dimensions` numbers, scaled to length one if `normalize`."""
     vector = pooled[:dimensions]
     if not normalize:
         return vector

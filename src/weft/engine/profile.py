@@ -1,4 +1,4 @@
-"""What a simulation needs to know of a model on a device, as the JSON that `weft simulate --profile` reads."""
+"""Profile of a model on a device for simulations: the JSON that `weft simulate --profile` reads."""
 
 from dataclasses import asdict
 from typing import Any
@@ -10,10 +10,10 @@ from weft.engine.host import SubmitTimes, measure_host
 
 
 def profile_of(engine: Engine, calibration: Calibration, max_num_batched_tokens: int) -> dict[str, Any]:
-    """The calibration as it was measured, whatever was learnt since, and the limits of the engine."""
+    """Returns the calibration as measured, without later learning, and the limits of the engine."""
     scheduler = engine.loop.scheduler
     host = scheduler.policy.host
-    if scheduler.policy.cost is None:  # it was not measured with the policy
+    if scheduler.policy.cost is None:  # the policy has no measured host cost
         submit = SubmitTimes(calibration.submit, calibration.submit_prefill)
         host = measure_host(calibration.coefficients, submit, calibration.wake, is_served=True)
     return {

@@ -1,9 +1,9 @@
-"""Rehearsal: requests that come and go on the real loop, so that steps are measured as they will be in service.
+"""Rehearsal: serves random requests on the real loop, to measure steps as they will be in service.
 
-Steps in service take another time than the same steps of a survey, which are run one by one. On a CPU the next step is
-planned meanwhile, on the same cores (15 to 25% longer on two of them); but a lone stream's steps are alike, so that all
-they read is in the processor's caches (up to 20% shorter). A GPU reaches its power limit; where prompts come in bursts,
-it cools down between them and is faster at the beginning of each.
+Steps in service take a different time than the same steps in the survey, which runs them one by one. On a CPU, the next
+step is planned at the same time on the same cores (15 to 25% longer on two cores). But the steps of a lone stream are
+alike, so that all their data is in the processor's caches (up to 20% shorter). A GPU reaches its power limit. If
+prompts come in bursts, it cools down between them and is faster at the beginning of each burst.
 """
 
 import math
@@ -21,19 +21,19 @@ from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
 
 PROMPT_SPREAD = 1.0  # standard deviation of the logarithm of a prompt's tokens
-SHORTEST = 16  # tokens of a usual prompt: with less, an act is left out
-STARTING = 1 / 3  # of an act: how long its first prompts may take
-FIRST = 4  # steps of an act that are left out: before the first, the device did nothing
+SHORTEST = 16  # tokens of a median prompt; an act with fewer is left out
+STARTING = 1 / 3  # share of an act that its first prompts may take
+FIRST = 4  # first steps of an act, left out because the device was idle before them
 
 
 class Act(NamedTuple):
-    """How busy a part of the rehearsal is."""
+    """The load of one part of the rehearsal."""
 
-    streams: int  # at once
-    tokens: int  # a step
-    prompt: int  # tokens, in the median; less on a slow device, such that all streams are soon under way
+    streams: int  # running at once
+    tokens: int  # limit of a step
+    prompt: int  # median tokens; fewer on a slow device, so that all streams start soon
     output: int = 120  # tokens at most
-    low: int | None = None  # new requests come in bursts: when only so many are left; None: as each one ends
+    low: int | None = None  # a burst of new requests comes when only this many run; None: one as each ends
 
 
 LONE = Act(1, 512, 200, output=24)
@@ -45,10 +45,10 @@ ACTS = (
     Act(96, 512, 200),
     Act(160, 768, 120),
 )
-FULL = tuple(  # steps of more tokens, as `chunked` makes them, of several sizes
+FULL = tuple(  # larger steps, as with `chunked`, of several sizes
     Act(streams, tokens, 600) for streams, tokens in ((16, 2048), (32, 1152), (48, 1664), (64, 1408), (96, 1920))
 )
-BURSTS = tuple(  # some hundred milliseconds of decodes, then as many of prompts
+BURSTS = tuple(  # some hundred milliseconds of decodes, then as long of prompts
     Act(streams, tokens, 600, output=60, low=streams // 3) for streams, tokens in ((16, 2048), (24, 768), (48, 2048))
 )
 
@@ -67,11 +67,13 @@ def rehearse(
     acts: Sequence[Act],
     seconds: float,
 ) -> list[RunStep]:
-    """Steps of about `seconds` of service, shared by the acts. The executor must be idle, and is afterwards. `speed`
-    says about how many tokens of prompts it reads in a second."""
+    """Serves for about `seconds`, divided among the acts, and returns the steps.
+
+    The executor must be idle, and is idle afterwards. `speed` is its approximate number of prefill tokens per second.
+    """
     random = np.random.default_rng(2)
     found: list[RunStep] = []
-    tokens = speed * STARTING * seconds / len(acts) / np.exp(PROMPT_SPREAD**2 / 2)  # of all first prompts
+    tokens = speed * STARTING * seconds / len(acts) / np.exp(PROMPT_SPREAD**2 / 2)  # of all first prompts of an act
     acts = [act._replace(prompt=min(act.prompt, int(tokens / act.streams))) for act in acts]
     acts = [act for act in acts if act.streams <= max_num_seqs and act.prompt >= SHORTEST]
     acts = acts or [Act(1, max_num_batched_tokens, SHORTEST)]

@@ -1,5 +1,5 @@
-"""Sampling: one batch of logits in, one token a row out. A row's token depends on its logits, its parameters, its seed
-and its position, never on its neighbours.
+"""Sampling: takes a batch of logits, returns one token per row. A row's token depends on its logits, parameters, seed
+and position, never on other rows.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from weft.engine.executor import SlotSetup, StepMasks
 from weft.engine.logprobs import Described, DescribedPiece
 from weft.models.layers import wide
 
-PIECE = 1 << 24  # most elements (rows x vocabulary) that sorting and log probabilities hold at once: 64 MB
+PIECE = 1 << 24  # most elements (rows x vocabulary) that sorting and log probabilities process at once: 64 MB
 
 
 class Sampler:
-    """Per-slot parameters as arrays on the host; tensors only where a row needs them."""
+    """Owns the sampling parameters of each slot, as host arrays. Tensors exist only for rows that need them."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -29,8 +29,8 @@ class Sampler:
         self.top_p = np.ones(slots, np.float64)
         self.min_p = np.zeros(slots, np.float64)
         self.seed = np.zeros(slots, np.uint64)
-        # The same for kernels: temperature, the seed's lower half and its upper half, top_k, top_p and the logarithm of
-        # min_p. Of what is no whole number, the bits of float32.
+        # The same for kernels: temperature, lower and upper half of the seed, top_k, top_p, logarithm of min_p.
+        # Fractional numbers are stored as the bits of a float32.
         self.drawing = np.zeros((6, slots), np.int32)
         self.logprobs = np.full(slots, -1, np.int64)  # -1: none
         self.prompt_logprobs = np.full(slots, -1, np.int64)
@@ -38,18 +38,18 @@ class Sampler:
         self.min_position = np.zeros(slots, np.int64)  # before this position the slot's stop ids are banned
         self._biased = np.zeros(slots, np.bool_)
         self._cut = np.zeros(slots, np.bool_)
-        self._edited = np.zeros(slots, np.bool_)  # it is never drawn from the model's own logits
+        self._edited = np.zeros(slots, np.bool_)  # always draws from edited logits: bias, penalties, allowed tokens
         self._restricted = np.zeros(slots, np.bool_)
-        self._allowed: dict[int, NDArray[np.int64]] = {}  # of those that are restricted: tokens
+        self._allowed: dict[int, NDArray[np.int64]] = {}  # tokens of restricted slots
         self._biases: dict[int, _TokenValues] = {}
         self._bans: dict[int, _TokenValues] = {}
-        self._prompts: dict[int, NDArray[np.int32]] = {}  # of requests that want prompt log probabilities
+        self._prompts: dict[int, NDArray[np.int32]] = {}  # only for prompt log probabilities
         self._history = _History(slots, vocab_size, device)
 
     def setup(self, setup: SlotSetup) -> None:
-        """A request takes a slot, for the first time or after a preemption."""
+        """Sets the parameters of a slot that a request takes, for the first time or after a preemption."""
         slot, params = setup.slot, setup.params
-        # So small a temperature would only lead out of the range of float32.
+        # A temperature below 1e-5 would overflow float32.
         self.temperature[slot] = params.temperature if params.temperature >= 1e-5 else 0.0
         self.top_k[slot] = params.top_k if 0 < params.top_k < self.vocab_size else 0
         self.top_p[slot] = params.top_p
@@ -68,7 +68,7 @@ class Sampler:
             self._allowed[slot] = np.unique(np.array(allowed, np.int64))
         banned = params.min_tokens > 0 and len(setup.stop_ids) > 0
         if allowed is not None and set(allowed) <= set(setup.stop_ids):
-            banned = False  # something must be left
+            banned = False  # some token must stay allowed
         self.min_position[slot] = len(setup.prompt) + params.min_tokens if banned else 0
         if banned:
             self._bans[slot] = _TokenValues.of(list(setup.stop_ids), [-np.inf] * len(setup.stop_ids))
@@ -79,7 +79,7 @@ class Sampler:
         else:
             self._history.close(slot)
         is_cut = self.top_k[slot] > 0 or params.top_p < 1 or params.min_p > 0
-        self._cut[slot] = is_cut and self.temperature[slot] > 0  # the likeliest token is always left
+        self._cut[slot] = is_cut and self.temperature[slot] > 0  # greedy: the most likely token is never cut
         self._edited[slot] = params.has_penalties or bool(params.logit_bias) or allowed is not None
 
     def _drawing(self, slot: int) -> NDArray[np.int32]:
@@ -90,25 +90,25 @@ class Sampler:
         return np.array([heat, low, high, self.top_k[slot] or np.iinfo(np.int32).max, top_p, floor], np.int32)
 
     def close(self) -> None:
-        self._history = _History(0, self.vocab_size, self.device)  # whoever still holds this, the memory is another's
+        self._history = _History(0, self.vocab_size, self.device)  # frees memory, even if self stays referenced
 
     @property
     def untaken(self) -> int:
-        """Bytes on the device that are taken when the first request asks for penalties."""
+        """Device bytes that are allocated when the first request asks for penalties."""
         return self._history.untaken
 
     def edits(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
-        """Whether a token for one of these positions, even without a mask, is not drawn from the model's own logits."""
+        """Whether a row draws from edited logits, even without a grammar mask. `positions` are of the new tokens."""
         return bool((self._edited[slots] | (positions < self.min_position[slots])).any())
 
     def cuts(self, slots: NDArray[np.int64]) -> bool:
-        """Whether somebody here is not drawn from all tokens."""
+        """Whether a row uses top_k, top_p or min_p. A greedy row does not."""
         return bool(self._cut[slots].any())
 
     def sample(
         self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64], masks: StepMasks | None = None
     ) -> Tensor:
-        """Tokens for `positions` (one per row) from raw logits [rows, vocab]. Logits are not changed."""
+        """Returns one token per row, for `positions`, from raw logits [rows, vocab]. Does not change the logits."""
         logits = self.edit(logits, slots, positions, masks)
         greedy = not self.temperature[slots].any()
         tokens = logits.argmax(-1) if greedy else self._draw(logits, slots, positions)
@@ -116,24 +116,24 @@ class Sampler:
         return tokens
 
     def note(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
-        """What was drawn, for the penalties to come."""
+        """Records drawn tokens for later penalties."""
         penalised = np.flatnonzero(self._history.active[slots])
         if len(penalised):
             self._history.append(penalised, slots[penalised], tokens)
 
     def rehearse(self, logits: Tensor) -> None:
-        """What rows can ask of a GPU, with nobody's numbers: what it needs is made now, and not in service."""
+        """Runs log probabilities and penalties on dummy rows, so that a GPU compiles kernels now and not in service."""
         first = self._pieces(len(logits))[0]
         tokens = torch.zeros(len(logits), dtype=torch.int32, device=self.device)
         DescribedPiece.of(logits[first], tokens[first], [1] * (first.stop - first.start))
         self._history.rehearse(logits, tokens)
 
     def asking(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Who of these wants log probabilities, as places."""
+        """Indices of the slots that want log probabilities."""
         return np.flatnonzero(self.logprobs[slots] >= 0)
 
     def describe(self, logits: Tensor, tokens: Tensor, slots: NDArray[np.int64]) -> Described:
-        """Log probabilities of sampled tokens, from the model's own logits. All `slots` ask for them."""
+        """Log probabilities of sampled tokens, from unedited logits. All `slots` must want them."""
         wanted = self.logprobs[slots].tolist()
         return Described(
             [DescribedPiece.of(logits[piece], tokens[piece], wanted[piece]) for piece in self._pieces(len(tokens))]
@@ -145,7 +145,7 @@ class Sampler:
     def describe_prompt(
         self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor, slot: int, first: int
     ) -> Described:
-        """Log probabilities of the prompt tokens at first+1, first+2, ... given the hidden states at first, ..."""
+        """Log probabilities of the prompt tokens at first+1, first+2, ... from the hidden states at first, ..."""
         targets = self._prompts[slot][first + 1 : first + 1 + len(hidden)].astype(np.int64)
         wanted = [int(self.prompt_logprobs[slot])] * len(targets)
         return Described(
@@ -156,7 +156,7 @@ class Sampler:
         )
 
     def _pieces(self, rows: int) -> list[slice]:
-        """Some rows at a time: what is computed with them takes many times their memory."""
+        """Splits rows into pieces of at most PIECE elements: intermediate results take many times their memory."""
         most = max(1, PIECE // self.vocab_size)
         return [slice(begin, min(begin + most, rows)) for begin in range(0, rows, most)]
 
@@ -168,8 +168,9 @@ class Sampler:
         masks: StepMasks | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Allowed tokens, bias, bans and penalties, in vLLM's order; then the tokens that a grammar does not allow
-        become -inf. The result is in float32 or wider, and in `out`, if there is one; logits are not changed.
+        """Applies allowed tokens, bias, bans and penalties, in vLLM's order, then grammar masks.
+
+        Forbidden tokens become -inf. Returns float32 or wider, in `out` if given. Does not change `logits`.
         """
         restricted = np.flatnonzero(self._restricted[slots])
         biased = np.flatnonzero(self._biased[slots])
@@ -195,12 +196,12 @@ class Sampler:
         return logits
 
     def _draw(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-        """Inverts each row's cumulative distribution at one uniform number, a hash of seed and position."""
+        """Draws by inverting each row's cumulative distribution at one uniform number, a hash of seed and position."""
         temperature = self.temperature[slots]
         greedy = temperature == 0
         divisor = upload(np.where(greedy, 1.0, temperature), self.device, logits.dtype)
         scaled = self._truncate(logits / divisor[:, None], slots)
-        # float64, because a float32 sum over a large vocabulary would shift the borders between tokens
+        # float64: a float32 sum over a large vocabulary would shift the borders between tokens
         cumulative = torch.softmax(scaled.double(), -1).cumsum(-1)
         uniform = upload(hashed_uniform(self.seed[slots], positions), self.device)
         drawn = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1)
@@ -209,7 +210,7 @@ class Sampler:
         return torch.where(upload(greedy, self.device), logits.argmax(-1), drawn)
 
     def _truncate(self, logits: Tensor, slots: NDArray[np.int64]) -> Tensor:
-        """min_p, top_k and top_p: what falls away becomes -inf."""
+        """Applies min_p, top_k and top_p: cut tokens become -inf."""
         min_p, top_k, top_p = self.min_p[slots], self.top_k[slots], self.top_p[slots]
         if min_p.any():
             floor = upload(np.log(np.maximum(min_p, 1e-300)), self.device, logits.dtype)
@@ -245,16 +246,16 @@ class _TokenValues(NamedTuple):
 
 
 class _History:
-    """Which tokens a request with penalties has in its prompt and its output, by slot. Many an engine never sees one:
-    the memory is taken for the first."""
+    """Tokens in prompt and output of requests with penalties, by slot. Memory is allocated for the first such request,
+    because many engines never see one."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self.active = np.zeros(slots, np.bool_)
-        self.untaken = slots * vocab_size * (torch.int32.itemsize + torch.bool.itemsize)  # bytes
+        self.untaken = slots * vocab_size * (torch.int32.itemsize + torch.bool.itemsize)  # bytes to allocate
         self._size = (slots, vocab_size)
-        self._counts = torch.empty((0, vocab_size), dtype=torch.int32, device=device)  # in the output
+        self._counts = torch.empty((0, vocab_size), dtype=torch.int32, device=device)  # occurrences in the output
         self._seen = torch.empty((0, vocab_size), dtype=torch.bool, device=device)  # in prompt or output
-        self._pool: torch.cuda.MemPool | None = None  # outlives what is in it
+        self._pool: torch.cuda.MemPool | None = None  # must outlive its tensors
 
     def open(self, slot: int, prompt: NDArray[np.int32], output: NDArray[np.int32]) -> None:
         if self.untaken:
@@ -271,14 +272,14 @@ class _History:
         self.active[slot] = False
 
     def _take(self) -> None:
-        # On a GPU not from the memory that torch keeps for steps, whose largest would then no longer fit there.
+        # On a GPU, a separate pool: in the memory that torch keeps for steps, the largest step would no longer fit.
         self._pool = torch.cuda.MemPool() if self._counts.is_cuda else None
         with nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool):
             self._counts, self._seen = self._counts.new_empty(self._size), self._seen.new_empty(self._size)
         self.untaken = 0
 
     def append(self, places: NDArray[np.int64], slots: NDArray[np.int64], tokens: Tensor) -> None:
-        """Of a step's tokens those at `places`, which the slots got."""
+        """Counts tokens[places] for the slots, in the same order."""
         if tokens.is_cuda:
             from weft.kernels.penalise import Histories, note
 
@@ -292,7 +293,7 @@ class _History:
     def penalise(
         self, logits: Tensor, places: NDArray[np.int64], slots: NDArray[np.int64], penalties: NDArray[np.float64]
     ) -> None:
-        """In place, of the logits those at `places`, which the slots have. Of each slot three penalties."""
+        """Applies penalties to logits[places] in place; `slots` and `penalties` [places, 3] are in the same order."""
         if logits.is_cuda:
             from weft.kernels.penalise import FIELDS, Histories, penalise
 
@@ -317,18 +318,18 @@ class _History:
 
 
 def upload(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """An array on the device. From ordinary memory a GPU could only copy when all before it is done, while we wait."""
-    tensor = torch.from_numpy(array).to(dtype)  # before it is pinned: a copy that converts goes through other memory
+    """Copies an array to the device, through pinned memory. From pageable memory, the host would wait for the GPU."""
+    tensor = torch.from_numpy(array).to(dtype)  # before pinning: a copy that converts goes through other memory
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def hashed_uniform(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each (seed, position), by two rounds of the splitmix64 finaliser."""
+    """Returns a number in [0, 1) for each (seed, position), by two rounds of the splitmix64 finaliser."""
     bits = _mix(seed + np.uint64(0x9E3779B97F4A7C15))
     bits = _mix(bits ^ (position.astype(np.uint64) * np.uint64(0xD1342543DE82EF95)))
-    # 32 bits: below 1 by more than float64 rounding, so that the last token of nonzero probability is never overrun
+    # 32 bits: below 1 by more than float64 rounding, so that a draw never passes the last token of nonzero probability
     return (bits >> np.uint64(32)).astype(np.float64) / 2.0**32
 
 
@@ -339,13 +340,13 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _unpack(bits: Tensor) -> Tensor:
-    """One truth value for each bit of each row's bytes, the lowest first."""
+    """Unpacks each row's bytes into booleans, lowest bit first."""
     each = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return ((bits[:, :, None] >> each) & 1).bool().flatten(1)
 
 
 def _keep(logits: Tensor, rows: NDArray[np.int64], ids: list[NDArray[np.int64]]) -> None:
-    """Of each row only these tokens keep their logits."""
+    """Sets all logits of these rows to -inf, except the given tokens of each row."""
     where = np.stack([np.repeat(rows, [len(one) for one in ids]), np.concatenate(ids)])
     row, token = upload(where, logits.device)
     kept = logits[row, token]

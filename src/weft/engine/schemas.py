@@ -1,15 +1,15 @@
-"""Closes the objects of a JSON schema, so that what is written by it comes to an end.
+"""Closes the objects of a JSON schema, so that constrained output ends.
 
-By the letter of JSON Schema, an object that lists its properties may have any others as well. A model that is held to
-such a schema may go on with properties of its own making for ever, and hardly any author of a schema means that.
+In JSON Schema, an object that lists its properties may also have any others. A model under such a schema can invent
+properties forever, which hardly any author of a schema wants.
 """
 
 from typing import Any
 from urllib.parse import unquote
 
-ROUNDS = 8  # in which references from parts of objects are followed; a schema that needs more stays as it is
+ROUNDS = 8  # passes that follow references from parts of objects; a schema that needs more is left unchanged
 
-_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")  # say themselves what else may be there
+_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")  # define further properties explicitly
 _SEVERAL = ("allOf", "anyOf", "oneOf")
 _JOINED = (*_SEVERAL, "$ref", "if", "then", "else", "dependentSchemas")  # describe the same object as `properties`
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
@@ -18,10 +18,11 @@ _IN_LISTS = ("items", "prefixItems")
 
 
 def closed(schema: Any) -> Any:
-    """A copy in which objects with `properties` take no others, where they do not mention `additionalProperties`.
+    """Returns a copy in which objects with `properties` allow no others.
 
-    Objects without `properties` stay open. So do objects that several schemas describe together, as in `allOf`: what
-    one of these does not list, another may.
+    An object stays open if it has no `properties`, if it has `additionalProperties`, `unevaluatedProperties` or
+    `patternProperties`, or if it requires a property that it does not list. So does an object that several schemas
+    describe together, as in `allOf`: one schema may list what another does not.
     """
     parts: set[str] = set()  # references to schemas that describe a part of an object
     for _ in range(ROUNDS):
@@ -33,7 +34,7 @@ def closed(schema: Any) -> Any:
 
 
 def _close(schema: Any, place: str, is_part: bool, parts: set[str]) -> Any:
-    """A copy of the schema at `place`, a JSON pointer; adds to `parts`."""
+    """Returns a closed copy of the schema at the JSON pointer `place`. Adds references to `parts`."""
     if not isinstance(schema, dict):
         return schema
     is_part = is_part or place in parts
@@ -42,7 +43,7 @@ def _close(schema: Any, place: str, is_part: bool, parts: set[str]) -> Any:
     for name, value in schema.items():
         at = f"{place}/{name}"
         if isinstance(value, dict) and name in _BY_NAME:
-            # Of a property that several parts may describe, no part lists all.
+            # A property that several parts may describe is not fully listed by any of them.
             partly = is_part and name in ("properties", "patternProperties")
             found[name] = {key: _close(one, f"{at}/{_escaped(key)}", partly, parts) for key, one in value.items()}
         elif isinstance(value, dict) and name in _SINGLE:
@@ -58,7 +59,7 @@ def _close(schema: Any, place: str, is_part: bool, parts: set[str]) -> Any:
 
 
 def _is_complete(schema: dict[str, Any]) -> bool:
-    """Whether a schema lists all properties that its object needs, and nothing else describes the object."""
+    """Whether a schema lists all required properties, and no other keyword or schema describes the object."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or any(name in schema for name in (*_OPEN, *_JOINED)):
         return False

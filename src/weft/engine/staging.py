@@ -1,4 +1,4 @@
-"""Staging: the way of a step's numbers from the host to the device, through pinned buffers, without waiting."""
+"""Staging buffers: carry a step's inputs from the host to the device through pinned memory, without waiting."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -11,48 +11,48 @@ from torch import Tensor
 
 from weft.kernels.fetch import TILE, Ring, fetch, post
 
-MOST_SENT = 5  # times that a courier goes in a step: block tables, tokens, and what three ways of attention read
-DEPTH = 3  # buffers: one is filled, the others may still be read
-CACHE_LINE = 32  # numbers: no two pages have one in common
-ALIGNED = 4  # numbers: what begins at a multiple of them begins at one of 16 bytes
-NOBODY = -1  # the slot of a row or a token that is only there because a graph has a place for it
+MOST_SENT = 5  # most transfers of a courier per step: block tables, tokens, and inputs of three attention kernels
+DEPTH = 3  # buffers: the host fills one while the device may still read the others
+CACHE_LINE = 32  # int32 numbers: pages do not share a cache line
+ALIGNED = 4  # int32 numbers: an offset that is a multiple of this is aligned to 16 bytes
+NOBODY = -1  # the slot of padding: dummy rows and dummy tokens of a graph
 
 
 class Rows(NamedTuple):
-    """Of every row that samples: ten numbers."""
+    """Ten numbers for every row that samples."""
 
     slots: Tensor
-    positions: Tensor  # of its last token
-    ends: Tensor  # which of the step's tokens is its last
-    places: Tensor  # among what returns to the host
+    positions: Tensor  # of the row's last token
+    ends: Tensor  # index of that token among the step's tokens
+    places: Tensor  # index in the pinned buffer that returns tokens to the host
     temperature: Tensor
-    low: Tensor  # its seed's lower half
-    high: Tensor
+    low: Tensor  # lower half of the seed
+    high: Tensor  # upper half
     top_k: Tensor  # the last three: see `Cuts`
     top_p: Tensor
     floor: Tensor
 
     @staticmethod
     def nobody() -> tuple[int, ...]:
-        """Of whom only the likeliest token is left, which takes no search."""
+        """A dummy row. Only its most likely token is kept (floor 0 is min_p 1), which takes no search."""
         top_p, floor = np.array([2, 0], np.float32).view(np.int32).tolist()
         return (NOBODY, *[0] * 6, np.iinfo(np.int32).max, top_p, floor)
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Rows":
-        """From int32, of which some hold the bits of float32."""
+        """Views of int32 numbers, of which some hold the bits of a float32."""
         found = cls(*numbers)
         temperature, top_p, floor = (field.view(torch.float32) for field in (found.temperature, *found[-2:]))
         return found._replace(temperature=temperature, top_p=top_p, floor=floor)
 
 
 class Tokens(NamedTuple):
-    """Of every token of a step, decodes first: four numbers."""
+    """Four numbers for every token of a step, decodes first."""
 
     slots: Tensor
     positions: Tensor
-    ids: Tensor  # a decode's is on the device
-    decodes: Tensor  # its slot if it is a decode, else NOBODY
+    ids: Tensor  # 0 for a decode, because its token is on the device
+    decodes: Tensor  # the slot of a decode, else NOBODY
 
     @staticmethod
     def nobody() -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class Tokens(NamedTuple):
 
 
 class Board:
-    """Numbers at fixed places on the device, where graphs find them, a row for each kind and up to `width` in a row."""
+    """A table at a fixed address on the device, for graphs to read: one row per field, up to `width` columns."""
 
     def __init__(self, desk: "Desk", number: int, begin: int, nobody: tuple[int, ...], width: int) -> None:
         self._desk, self._number, self._begin = desk, number, begin
@@ -72,7 +72,7 @@ class Board:
         self.numbers.copy_(torch.from_numpy(self._nobody))
 
     def write(self, values: Sequence[NDArray[Any]], padded: int) -> None:
-        """Puts these up, and nobody's behind them up to `padded`."""
+        """Writes `values` to the current page, followed by padding up to `padded` columns."""
         array = self._desk.page[self._begin : self._end].reshape(-1, self._stride)
         count = len(values[0])
         for field, numbers in zip(array, values, strict=True):
@@ -86,16 +86,16 @@ class Board:
 
 
 class Desk:
-    """All boards of a step, one behind the other: what was written on any of them travels at once, and what is news to
-    a table goes there. In front lies, for each board, how much of it was written.
+    """Staging buffer of a step: all boards, one after the other. One `fetch` copies every written board to the device
+    and applies the block table updates (`put_news`). A header holds the number of written columns of each board.
 
-    There are a few copies of it on the host, its pages. The host writes them in turn, and each `fetch` that the device
-    runs reads the next, so that a graph may contain it; both count for themselves.
+    The host has DEPTH pinned copies of it, the pages. The host writes them in turn. Each `fetch` that the device runs
+    reads the next page, so that a graph can contain a fetch. Host and device each count the pages on their side.
     """
 
     def __init__(self, kinds: Sequence[tuple[tuple[int, ...], int]], table: Tensor) -> None:
-        """`kinds` has, for each board, what a place holds that nobody has taken, and its width."""
-        # Of news, what the smallest fetch brings: that of a graph does not know how many there will be.
+        """`kinds` has, for each board, the padding value of each field, and the width."""
+        # Table updates: as many as the smallest fetch copies. A captured fetch cannot know how many there will be.
         kinds = [*kinds, ((0, 0), TILE)]
         self._head = _aligned(len(kinds))
         begins = np.cumsum([self._head, *(len(nobody) * _aligned(width) for nobody, width in kinds)]).tolist()
@@ -115,15 +115,15 @@ class Desk:
         self._news = self.boards.pop()
 
     def open(self) -> None:
-        """Begins another step, on a new page."""
+        """Begins a step on the next page."""
         if self._is_open:
-            # The last was given up, and who knows whether the device got to fetch it: both begin to count anew.
+            # The last step failed before `close`. The device may have fetched its page or not: reset both counters.
             torch.cuda.synchronize(self.numbers.device)
             self._ring.state.zero_()
             self.turn = 0
         self._is_open = True
         read = self._read[self.turn]
-        if read is not None:  # long ago, but for a device that is three steps behind
+        if read is not None:  # no wait, unless the device is three steps behind
             read.synchronize()
         self.page = self._pages[self.turn]
         self.page[: self._head] = 0
@@ -134,33 +134,33 @@ class Desk:
         self._most = max(self._most, written)
 
     def put_news(self, places: NDArray[Any], numbers: NDArray[Any]) -> bool:
-        """What goes to these places in the table; none occurs twice. False: they are too many."""
+        """Stages table[places] = numbers. No place may occur twice. Returns False if there are too many."""
         if len(places) > self._news.width:
             return False
         self._news.write((places, numbers), len(places))
         return True
 
     def fetch(self, most: int | None = None) -> None:
-        """Launches what brings the page to the device. For a graph, of pages yet to be written: on no board will there
-        be more than `most`."""
+        """Launches the kernel that copies the page to the device. For a graph, give `most`: the largest number of
+        columns that any later page will have."""
         fetch(self._ring, self._segments, self.numbers, self.table.view(-1), self._most if most is None else most)
 
     def close(self, read: torch.cuda.Event) -> None:
-        """The step is launched. What was recorded in `read` comes after its fetch."""
+        """Ends a step after its launch. The event `read` is recorded after its fetch."""
         self._read[self.turn] = read
         self.turn = (self.turn + 1) % DEPTH
         self._is_open = False
 
 
 class Courier:
-    """Carries whatever else a step needs."""
+    """Uploads arrays that have no board, through a ring of pinned buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._hosts = cycle([_Host(1 << 14) for _ in range(MOST_SENT * DEPTH)])
 
     def send(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """To new places on the device."""
+        """Copies arrays to new tensors on the device, as int32."""
         host, places, size = self._pack(arrays)
         result = torch.empty(size, dtype=torch.int32, device=self.device)
         if size:
@@ -169,13 +169,13 @@ class Courier:
         return [result[place] for place in places]
 
     def post(self, places: NDArray[Any], numbers: NDArray[Any], target: Tensor) -> None:
-        """To these places of a flat target; none occurs twice."""
+        """Runs target[places] = numbers on a flat target. No place may occur twice."""
         host, parts, _ = self._pack((places, numbers))
         post(host.pinned[parts[0]], host.pinned[parts[1]], target)
         host.sent()
 
     def _pack(self, arrays: Sequence[NDArray[Any]]) -> tuple["_Host", list[slice], int]:
-        """Each begins at a multiple of 16 bytes: for another alignment a kernel would be compiled anew, in service."""
+        """Packs arrays into a pinned buffer, aligned to 16 bytes: other alignments compile kernels in service."""
         ends = np.cumsum([_aligned(len(array)) for array in arrays]).tolist()
         host = next(self._hosts).free(ends[-1])
         places = [slice(start, start + len(array)) for start, array in zip([0, *ends], arrays, strict=False)]
@@ -185,21 +185,21 @@ class Courier:
 
 
 class _Host:
-    """One of the pinned buffers."""
+    """A pinned buffer, and the event after its last read."""
 
     def __init__(self, size: int) -> None:
         self._take(size)
         self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def free(self, size: int) -> "_Host":
-        """Waits until it may be filled again, which was long ago but for a device that is three steps behind."""
+        """Returns the buffer when it can be refilled. Does not wait, unless the device is three steps behind."""
         self._read.synchronize()
         if size > self.array.size:
             self._take(2 * size)
         return self
 
     def sent(self) -> None:
-        """What was launched up to here reads it."""
+        """Records the read event: all kernels that read the buffer have been launched."""
         self._read.record()
 
     def _take(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Stream: the token values and wishes behind a core Request. The loop owns it; core never sees inside."""
+"""Stream: token values and sampling parameters of one core Request. The loop owns it; core does not use it."""
 
 import math
 from array import array
@@ -16,18 +16,18 @@ from weft.engine.structured import Grammar
 
 
 class Standing(NamedTuple):
-    """How a request stands among the others, and what it is promised (seconds)."""
+    """Scheduling class of a request, and its latency targets in seconds."""
 
     priority: int = 0  # lower goes first
-    tenant: str = ""  # tenants share by tokens
+    tenant: str = ""  # tenants share the engine fairly, counted in tokens
     precedence: int = 0  # lower goes first, among prompts of the same tenant
-    batch: bool = False  # promised nothing; fills the slack behind everybody else
+    batch: bool = False  # has no target; uses capacity that other requests leave
     ttft_target: float = math.inf
     gap_target: float = math.inf
     ttft_source: Source = Source.REQUEST
     gap_source: Source = Source.REQUEST
-    gap_wish: float = math.inf  # a smaller one, given as far as it costs the others next to nothing
-    user: str = ""  # who within the tenant: each one's prompts make room for the others'
+    gap_wish: float = math.inf  # a smaller gap than the target, met while it costs other requests almost nothing
+    user: str = ""  # end user within the tenant: further prompts of one user queue behind other users' prompts
 
 
 @dataclass(slots=True, eq=False)
@@ -35,11 +35,11 @@ class Stream:
     request: Request
     prompt: NDArray[np.int32]
     params: SamplingParams
-    seed: int  # of this completion; never None
-    stop_ids: frozenset[int]  # end the request when sampled; empty where ignored
-    tail: bytes  # hash of its last full block with known values; the root where there is none
+    seed: int  # of this completion; always set
+    stop_ids: frozenset[int]  # end the request when sampled; without the end-of-text ids under ignore_eos
+    tail: bytes  # hash of its last full block with known tokens, or the root hash
     output: list[int] = field(default_factory=list)
-    grammar: Grammar | None = None  # that the output keeps to
+    grammar: Grammar | None = None  # constrains the output
 
     @classmethod
     def open(
@@ -65,12 +65,12 @@ class Stream:
             arrival=arrival,
             sibling=sibling,
             **(standing or Standing())._asdict(),
-            # What is cached has no hidden states any more, neither for log probabilities nor for a mean of all.
+            # Cached blocks have no hidden states, which prompt log probabilities and mean pooling need.
             reuse_prefix=params.prompt_logprobs is None and params.pooling != "mean",
             constrained=grammar is not None,
             hashes=list(hashes),
         )
-        endless = params.ignore_eos and grammar is None  # behind the end of a grammar there is nothing to go on with
+        endless = params.ignore_eos and grammar is None  # after the end of a grammar no token is allowed
         stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(() if endless else eos_ids)
         return cls(request, prompt, params, seed, stop_ids, hashes[-1] if hashes else root, grammar=grammar)
 
@@ -88,7 +88,7 @@ class Stream:
         split = len(self.prompt)
         while (len(hashes) + 1) * block_size <= computed:
             first = len(hashes) * block_size
-            if first >= split:  # the usual case, without numpy: many streams fill a block in every step
+            if first >= split:  # the usual case; without numpy, because many streams fill a block in every step
                 content = array("i", self.output[first - split : first - split + block_size]).tobytes()
             else:
                 content = self.values(first, block_size).tobytes()

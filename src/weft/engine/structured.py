@@ -1,10 +1,11 @@
-"""Structured output: the grammar that stands for a demanded form, whether it can be kept to, and its compilation for
-the tokens of a model. llguidance does the work; it is imported on first use. Torch is not needed.
+"""Structured output: converts a requested structure to a grammar, checks it and compiles it for a model's tokens.
 
-Schemas and grammars come from strangers. Their length is limited before llguidance sees them, llguidance's own limits
-keep every step short, and a grammar is tried for some tokens before it is taken, because most of these limits show only
-when a matcher moves. One that fails later than that allows nothing but the end of text from there on, so that its
-request ends with what it has.
+llguidance does the work and is imported on first use. Torch is not needed.
+
+Schemas and grammars are untrusted input. Their length is limited before llguidance sees them, and llguidance's limits
+keep every step short. Most of these limits take effect only when a matcher advances, so a grammar is tried for some
+tokens before it is accepted. A grammar that fails later allows only the end of text from then on, so that its request
+ends with the output so far.
 """
 
 import functools
@@ -29,25 +30,25 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_TEXT = 100_000  # characters of a schema, a regex or all choices
-WHITE_SPACE_FACTOR = 10  # a schema that is given as text may be so much longer, if it is indented
-MAX_GRAMMAR = 20_000  # characters of a grammar, whose first step may take time that grows with its square
-MAX_GBNF_RULES = 500  # the conversion to Lark, too, may take time that grows with their square
-MAX_MULTIPLE = 10_000  # digits of multipleOf as a whole number, without trailing zeros: as many states are built
-MAX_PATTERNS = 100  # of patternProperties in one object: each is told apart from all others
-REHEARSAL = 128  # tokens tried before a grammar is taken
-CACHED = 64  # forms remembered as good
+WHITE_SPACE_FACTOR = 10  # a schema given as text may be this many times longer, because of indentation
+MAX_GRAMMAR = 20_000  # characters of a grammar; its first step may take time quadratic in its length
+MAX_GBNF_RULES = 500  # the conversion to Lark may also take quadratic time
+MAX_MULTIPLE = 10_000  # of multipleOf without decimal point and trailing zeros: that many states are built
+MAX_PATTERNS = 100  # of patternProperties in one object: each must be distinguished from all others
+REHEARSAL = 128  # tokens tried before a grammar is accepted
+CACHED = 64  # valid structures to remember
 STACK = 256 << 20  # bytes; the longest chain of references that fits MAX_TEXT takes about a quarter of it
-# Between the parts of JSON, as people write it: a small model that may go on with white space does so for ever.
+# Allowed between the parts of JSON, as people write it. With unlimited white space, a small model would never stop.
 WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
 
 TAGS = ("<think>", "</think>")
 
 _T = TypeVar("_T")
-Mask = NDArray[np.int32]  # a word has the bits of 32 tokens, the lowest first
+Mask = NDArray[np.int32]  # a word has the bits of 32 tokens, lowest bit first
 
 
 def check_structure(structure: StructuredOutputs) -> None:
-    """Raises a RequestError where a form can be refused without knowing the model. Takes seconds at the very worst."""
+    """Raises a RequestError if a structure is invalid for every model. Takes seconds in the worst case."""
     from llguidance import LLMatcher, LLTokenizer
 
     if structure.calls is not None:
@@ -55,13 +56,13 @@ def check_structure(structure: StructuredOutputs) -> None:
     text = grammar_text(structure)
     if structure.grammar is None or "<" not in structure.grammar:
         _rehearse(structure.kind, text, LLTokenizer("byte"))
-    # As in <|end|>: it may name tokens of the model, which only the engine can judge.
+    # A grammar may name tokens of the model, such as <|end|>, which only the engine can check.
     elif error := _with_room(lambda: LLMatcher.validate_grammar(text, limits=_limits())):
         raise _refusal(structure.kind, error)
 
 
 def grammar_text(structure: StructuredOutputs) -> str:
-    """A form in llguidance's own notation. Says what is wrong with its text, not yet with its meaning."""
+    """Converts a structure to llguidance's notation. Raises a RequestError on bad text; checks no meaning."""
     from llguidance import LLMatcher
 
     limit = MAX_GRAMMAR if structure.grammar is not None else MAX_TEXT
@@ -83,24 +84,24 @@ def grammar_text(structure: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_lark(source)
         guidance = structure.json.get("x-guidance") if isinstance(structure.json, dict) else None
         if isinstance(guidance, dict) and guidance.get("whitespace_flexible") is False:
-            return LLMatcher.grammar_from_json_schema(source)  # a pattern would win over it
+            return LLMatcher.grammar_from_json_schema(source)  # a whitespace_pattern would override it
         return LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": WHITE_SPACE})
     except (ValueError, RecursionError) as error:
         raise _refusal(structure.kind, str(error)) from None
 
 
 class NoMatcherError(Exception):
-    """A stream cannot go on; others can."""
+    """The matcher of one stream cannot be built. Other streams are not affected."""
 
 
 class Form:
-    """A form in llguidance's notation, for a model's tokens. Requests share it."""
+    """A structure in llguidance's notation, with a model's tokenizer. Shared by requests."""
 
     def __init__(self, text: str, tokenizer: "LLTokenizer") -> None:
         self.text, self.tokenizer = text, tokenizer
         self._lock = threading.Lock()
         self._first: Mask | None = None
-        self._spare: LLMatcher | None = None  # that the first mask was made with; the first request takes it
+        self._spare: LLMatcher | None = None  # built for the first mask; the first request takes it
 
     def matcher(self) -> "LLMatcher":
         with self._lock:
@@ -118,7 +119,7 @@ class Form:
         return self._first is not None
 
     def first_mask(self) -> Mask:
-        """Of the first token: the same for all requests, so that those that wait need no matcher."""
+        """The mask of the first token. It is the same for all requests, so that waiting requests need no matcher."""
         with self._lock:
             if self._first is None:
                 self._spare = self._make()
@@ -127,11 +128,11 @@ class Form:
 
 
 class Grammar:
-    """A form and how far one request has come in it. (Copies of a matcher would share what its lexer has learnt, and
-    the limit on that: one request's fate would depend on another's.)
+    """A structure and the progress of one request in it.
 
-    Its matcher is made while the first token is computed. One of a large schema takes 30 ms and 0.4 MB: a request that
-    waits has none.
+    Each request has a separate matcher. (Copies of a matcher would share the states of its lexer and their limit. One
+    request could then make another one fail.) The matcher is built while the first token is computed. A matcher of a
+    large schema takes 30 ms and 0.4 MB, so a waiting request has none.
     """
 
     def __init__(self, form: Form) -> None:
@@ -140,49 +141,49 @@ class Grammar:
         self._matcher: LLMatcher | None = None
 
     def prepare(self) -> "LLMatcher":
-        """Makes the matcher, where there is none yet."""
+        """Returns the matcher; builds it if there is none yet."""
         with self._lock:
             if self._matcher is None:
                 self._matcher = self.form.matcher()
             return self._matcher
 
     def is_ready(self, token: int | None) -> bool:
-        """Whether the mask behind this token (None: the first mask) can be computed without making a matcher."""
+        """Whether the mask after this token (None: the first mask) can be computed without building a matcher."""
         return self.form.has_first_mask if token is None else self._matcher is not None
 
     def mask(self, token: int | None) -> Mask:
-        """The tokens that are allowed behind this one, the last of the output; None: behind none."""
+        """Tokens allowed after `token`, the last token of the output. None: tokens allowed at the start."""
         if token is None:
             return self.form.first_mask()
-        # A matcher that fails, because its grammar has become too complex, allows the end of text from here on.
+        # A matcher that fails, because its grammar became too complex, allows only the end of text from now on.
         matcher = self.prepare()
         matcher.consume_token(token)
         return _mask(matcher, self.form.tokenizer.vocab_size)
 
 
 class Grammars:
-    """Compiles forms for one model. Safe to use from several threads.
+    """Compiles structures for one model. Thread-safe.
 
-    The tokenizer is read on first use, which takes a second where it is large. Forms that were found good are
-    remembered; to compile one again takes a millisecond.
+    The tokenizer is read on first use, which takes a second if it is large. Valid structures are remembered; compiling
+    one again takes a millisecond.
     """
 
     def __init__(self, path: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
         self.path = path
-        self.vocab_size = vocab_size  # of the model; its tokenizer may know more tokens, or fewer
+        self.vocab_size = vocab_size  # of the model; the tokenizer may have more or fewer tokens
         self.end_ids = tuple(dict.fromkeys(end_ids))
         self._tried = functools.lru_cache(CACHED)(self._try)
         self._form = functools.lru_cache(CACHED)(lambda text: Form(text, self.tokenizer))
-        # Both are known with the tokenizer: tags of thoughts that are tokens, and the ids of special tokens.
+        # Set when the tokenizer is read: thinking tags that are single tokens, and the ids of special tokens.
         self._tags: frozenset[str] = frozenset()
         self._special: dict[str, int] = {}
 
     def check(self, structure: StructuredOutputs) -> None:
-        """Raises a RequestError where the form cannot be kept to."""
+        """Raises a RequestError if the structure cannot be enforced."""
         self._tried(structure.kind, grammar_text(structure))
 
     def compile(self, structure: StructuredOutputs, count: int = 1) -> list[Grammar]:
-        """For `count` requests. Raises a RequestError where the form cannot be kept to."""
+        """Returns grammars for `count` requests. Raises a RequestError if the structure cannot be enforced."""
         text = grammar_text(structure)
         self._tried(structure.kind, text)
         if structure.calls is not None:
@@ -206,7 +207,7 @@ class Grammars:
             raise RequestError(f"{self.path} names no end-of-text token, so no structure could end: ask for none")
         try:
             tokens = Tokenizer.from_file(str(file))
-            # An end that is not marked special would be taken for text, and allowed in the middle of a string.
+            # An end-of-text token that is not marked special would count as text and be allowed inside a string.
             ends = [token for end in self.end_ids if (token := tokens.id_to_token(end)) is not None]
             tags = [tag for tag in TAGS if tokens.token_to_id(tag) is not None]
             tokens.add_special_tokens([*ends, *tags])
@@ -225,7 +226,7 @@ class Grammars:
 
 
 def _is_longer(structure: StructuredOutputs, limit: int) -> bool:
-    """Whether a form's text would be too long for sure. To write it down keeps the interpreter; this stops in time."""
+    """Whether the structure's text is certainly too long. Stops early; json.dumps of all of it would hold the GIL."""
     if isinstance(structure.json, str):
         return len(structure.json) > WHITE_SPACE_FACTOR * limit
     waiting: list[object] = [structure.json if structure.json is not None else structure.choice]
@@ -235,14 +236,14 @@ def _is_longer(structure: StructuredOutputs, limit: int) -> bool:
         if isinstance(value, str):
             size += len(value)
         elif isinstance(value, dict | list | tuple):
-            size += 2 * len(value)  # a value and a comma, at least
+            size += 2 * len(value)  # at least a value and a comma
             if size <= limit:
                 waiting += [*value, *value.values()] if isinstance(value, dict) else value
     return size > limit
 
 
 def _check_counts(schema: object) -> None:
-    """Numbers and counts that a few bytes can hold and that the work grows with."""
+    """Refuses schemas with large numbers or counts: they are short to write, but the work grows with them."""
     waiting = [schema]
     while waiting:
         value = waiting.pop()
@@ -267,26 +268,27 @@ def _check_counts(schema: object) -> None:
 
 
 def _source(structure: StructuredOutputs) -> str:
-    """What is given, as text."""
+    """The text of the structure."""
     if structure.json_object:
         return '{"type": "object"}'
     if structure.json is not None:
         try:
-            # Parsed in any case: llguidance pastes the text of a schema into its own notation as it is.
+            # Always parsed: llguidance pastes the text of a schema into its notation unchecked.
             schema = json.loads(structure.json) if isinstance(structure.json, str) else structure.json
             _check_counts(schema)
             return json.dumps(closed(schema), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (ValueError, TypeError, RecursionError) as error:
             raise _refusal("json", f"it is not JSON ({error})") from None
     if structure.choice is not None:
-        # One terminal, which is matched as a regex: thousands of alternatives in a rule would be too many.
+        # One terminal, matched as a regex: a rule with thousands of alternatives would exceed the limits.
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, structure.choice))
     return structure.regex or structure.grammar or ""
 
 
 def _behind(thoughts: Thoughts, text: str, tokens: frozenset[str]) -> str:
-    """The grammar of a thought and then a reply by this grammar. `tokens` are the tags that are tokens of their own:
-    no text of the reply can be taken for one of those.
+    """The grammar of a thought followed by a reply that matches `text`.
+
+    `tokens` are the tags that are single tokens: no text of the reply can be mistaken for one.
     """
     start, end = thoughts.start, thoughts.end
     begin = start if start in tokens else json.dumps(start)
@@ -302,7 +304,7 @@ def _behind(thoughts: Thoughts, text: str, tokens: frozenset[str]) -> str:
 
 
 def _or_calls(calls: Calls, text: str, special: dict[str, int]) -> str:
-    """The grammar of a reply by this grammar, or of calls. `special` are tokens that no text can stand for."""
+    """The grammar of either a reply that matches `text`, or tool calls. No text can spell the `special` tokens."""
     start, end = (
         f"<[{special[mark]}]>" if mark in special else json.dumps(mark) if mark else ""
         for mark in (calls.start, calls.end)
@@ -319,7 +321,7 @@ def _or_calls(calls: Calls, text: str, special: dict[str, int]) -> str:
 
 
 def _named(name: str, text: str) -> list[dict[str, Any]]:
-    """The grammars that a grammar consists of, the first under this name."""
+    """The parts of a grammar, with the first part named `name`."""
     found: list[dict[str, Any]] = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
     found[0]["name"] = name
     return found
@@ -336,12 +338,12 @@ def _from_gbnf(text: str) -> str:
         raise ValueError(f"it has {rules} rules, and at most {MAX_GBNF_RULES} are allowed in GBNF; Lark may have more")
     try:
         return gbnf_to_lark(text)
-    except Exception as error:  # it raises bare Exceptions
+    except Exception as error:  # gbnf_to_lark raises bare Exceptions
         raise ValueError(f"it is not GBNF: {error}") from None
 
 
 def _rehearse(kind: str, text: str, tokenizer: "LLTokenizer") -> None:
-    """Writes some tokens and raises a RequestError where the grammar fails."""
+    """Generates up to REHEARSAL tokens and raises a RequestError if the grammar fails."""
     matcher = _with_room(lambda: _matcher(text, tokenizer))
     for _ in range(REHEARSAL):
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -369,7 +371,7 @@ def _limits() -> "LLParserLimits":
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=500,  # as many as an object with 120 optional properties needs
+        max_items_in_row=500,  # enough for an object with 120 optional properties
         initial_lexer_fuel=200_000,
         max_lexer_states=50_000,  # 1 to 2 kB each
         verbose_errors=False,
@@ -377,8 +379,10 @@ def _limits() -> "LLParserLimits":
 
 
 def _with_room(work: Callable[[], _T]) -> _T:
-    """Does the work on a large stack: llguidance follows references by recursion, and a thousand in a row would overrun
-    an ordinary one, which ends the process.
+    """Runs `work` on a thread with a large stack.
+
+    llguidance follows references by recursion. A chain of a thousand would overflow an ordinary stack and kill the
+    process.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="weft-grammar") as pool:
         with _starting:
@@ -390,11 +394,11 @@ def _with_room(work: Callable[[], _T]) -> _T:
         return pending.result()
 
 
-_starting = threading.Lock()  # the stack size of new threads is one for all
+_starting = threading.Lock()  # threading.stack_size is global
 
 
 def _refusal(kind: str, error: str) -> RequestError:
-    # llguidance quotes the grammar behind the reason; the regex crate quotes the regex before it.
+    # llguidance quotes the grammar after the reason; the regex crate quotes the regex before it.
     reason = re.split(r"\n *\d+ \| |<non-verbose/>", error)[0]
     _, found, tail = reason.rpartition("\nerror: ")
     if found:

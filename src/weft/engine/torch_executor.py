@@ -1,4 +1,4 @@
-"""TorchExecutor: runs plans on a device with torch, CPU or CUDA, one forward pass over the mixed batch."""
+"""TorchExecutor: runs plans with torch, on a CPU or with CUDA, in one forward pass over the mixed batch."""
 
 import time
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from weft.kernels.reference import ReferenceAttention
 from weft.kv import KVPool
 from weft.models import CausalLM
 
-# Steps with prefill are filled up to a multiple of so many tokens. The library's products are compiled for each number
-# of tokens (3 ms of 20 for a prompt of 100 with the default model on two cores), and it keeps about a thousand of them:
-# all, where there are 128 numbers, and hardly any, where there are 2,048.
+# Steps with prefill are padded to a multiple of this many tokens. The library compiles its products for each number of
+# tokens (3 ms of 20 ms for a prompt of 100 tokens with the default model on two cores) and caches about a thousand of
+# them. With 128 different numbers all stay cached; with 2,048 hardly any.
 GRAIN = 16
 
 
 class TorchExecutor:
-    """Owns everything on the device: the model, the KV pool, and per slot the block table and the last sampled token.
+    """Owns all device state: the model, the KV pool, and per slot the block table and the last sampled token.
 
     One worker thread runs the steps in order, so that `submit` returns at once and the next step can be planned.
     """

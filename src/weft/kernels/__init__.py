@@ -1,1 +1,1 @@
-"""Attention backends behind one interface. They know nothing of requests or scheduling."""
+"""Attention backends behind one interface, and kernels for layers and sampling. They know no requests or scheduling."""

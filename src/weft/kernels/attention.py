@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Angles(NamedTuple):
-    """cos and sin of the angles of a step's tokens, each [T, 1, rotary_dim / 2]: one row serves all heads."""
+    """cos and sin of the angles of a step's tokens, each [T, 1, rotary_dim / 2]: one row for all heads."""
 
     cos: Tensor
     sin: Tensor
@@ -29,12 +29,12 @@ class HeadNorm(NamedTuple):
     """The norm of each head of the queries or of the keys."""
 
     apply: Callable[[Tensor], Tensor]
-    weight: Tensor | None  # None: it is not the usual root mean square norm, and only `apply` knows what it is
+    weight: Tensor | None  # None: not a plain root mean square norm; only `apply` computes it
     eps: float
 
 
 class Heads(NamedTuple):
-    """What a layer's attention is, beside its matrices."""
+    """Parameters of a layer's attention, apart from its weight matrices."""
 
     layer: int
     heads: int
@@ -45,27 +45,27 @@ class Heads(NamedTuple):
     rotation: Rotation
     q_norm: HeadNorm | None = None  # before the rotation
     k_norm: HeadNorm | None = None
-    last: bool = False  # of the model's layers: what it finds is only read where a token is sampled
+    last: bool = False  # the model's last layer: its output is only read for tokens that are sampled from
 
 
 class Attend(Protocol):
-    """Attention over one step's flat batch. A model calls it once per layer; it knows nothing of requests or blocks.
+    """Attention over the flat batch of one step. A model calls it once per layer, and knows no requests or blocks.
 
-    All slices of the step lie behind each other on the first axis (T tokens). The backend norms and rotates queries and
-    keys, writes k and v of every token into the paged cache, and then attends, so that a slice may read what a
-    neighbour writes in the same step.
+    The slices of the step are concatenated on the first axis (T tokens). The backend norms and rotates queries and keys
+    and writes k and v of every token into the paged cache. Only then it attends, so that a slice may read what another
+    slice writes in the same step.
     """
 
     def __call__(self, heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         """[T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim], and the residual stream [T, hidden].
 
-        In the last layer a backend may leave out, of both, the rows of tokens that nothing is sampled from.
+        In the last layer a backend may drop, from both, the rows of tokens that nothing is sampled from.
         """
         ...
 
 
 class PlainHeads:
-    """Norms and rotations in plain torch, for backends that have no kernel for them."""
+    """Norms and rotations in plain torch, for backends without a kernel for them."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions

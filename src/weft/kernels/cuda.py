@@ -1,5 +1,5 @@
-"""Attention on a GPU: decodes through a kernel of our own, which needs no plan and so can be captured in a graph;
-prompts through FlashInfer, or in plain torch where FlashInfer is absent or has no kernel for the type.
+"""Attention on a GPU. Decodes use weft's kernel, which needs no plan and so can be captured in a graph. Prefills use
+FlashInfer, or plain torch if FlashInfer is not installed or has no kernel for the type.
 """
 
 import functools
@@ -18,35 +18,35 @@ from weft.kv import KVPool
 
 
 class Prefills(Protocol):
-    """The prompts of one step."""
+    """The prefill slices of one step."""
 
     def attend(self, heads: Heads, q: Tensor, out: Tensor) -> None:
-        """q [T, heads, head_dim] over what the cache holds of each prompt, their own tokens included."""
+        """q [T, heads, head_dim] over the cached tokens of each prompt, including the tokens of the slice."""
         ...
 
 
 class Ends(NamedTuple):
     """The last tokens of the rows that sample."""
 
-    places: Tensor  # [R] int32: which of the step's tokens they are
-    shares: Tensor  # of their contexts
+    places: Tensor  # [R] int32: indices of these tokens in the step
+    shares: Tensor  # `Shares` of their contexts
 
 
 class Keeping(NamedTuple):
-    """A second place for the keys and values of one of the step's prompts: all layers', each token at its position."""
+    """Second copy of the keys and values of one of the step's prompts: in all layers, each token at its position."""
 
-    copy: Tensor  # [layers, 2, L, kv_heads, head_dim]; the last place is for what nobody reads
-    slot: Tensor  # [1] int32: whose; negative: nobody's
+    copy: Tensor  # [layers, 2, L, kv_heads, head_dim]; the last place receives writes that are never read
+    slot: Tensor  # [1] int32: slot of that prompt; negative: none
 
 
 class CudaAttention:
-    """One step's attention (an `Attend`). `slots` and `positions` are each token's, decodes first; `shares` are of the
-    decodes' contexts, by window.
+    """Attention of one step (an `Attend`). `slots` and `positions` have one entry per token, decodes first. `shares`
+    are the shares of the decodes' contexts, by window.
 
-    `tables` [slots, blocks] holds the block table of every slot, so that a captured call reads what is in it later.
+    `tables` [slots, blocks] holds the block table of every slot, so that a captured call reads later entries too.
 
-    With `ends`, only these rows leave the last layer: with its keys and values in the cache, the last token of a prompt
-    is attended to as a decode is, and nobody ever reads the others.
+    With `ends`, the last layer returns only these rows. Once its keys and values are in the cache, the last token of a
+    prompt is attended to like a decode, and the other rows are never read.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CudaAttention:
         paged_decode(q, k, v, self.tables, shares, heads.scale, self.workspace, out)
 
     def write(self, heads: Heads, qkv: Tensor, q: Tensor | None = None) -> Tensor:
-        """Queries, normed and rotated (into `q`, where it is given); keys and values go to the cache."""
+        """Writes keys and values to the cache. Returns the normed and rotated queries, in `q` if given."""
         norms = [norm for norm in (heads.q_norm, heads.k_norm) if norm is not None]
         if any(norm.weight is None for norm in norms):
             found = self._write_plainly(heads, qkv)
@@ -117,12 +117,12 @@ class CudaAttention:
         )
 
     def _write_plainly(self, heads: Heads, qkv: Tensor) -> Tensor:
-        """For norms that the kernel does not know."""
+        """`write` in plain torch, for norms that the kernel does not know."""
         if self._plain is None:
             self._plain = PlainHeads(self.positions)
             size = self.kv.block_size
             blocks = self.tables[self.slots.clamp(min=0).long(), (self.positions // size).long()].long()
-            # A token that is nobody's is written where nobody reads: the last place of the pool.
+            # Padding tokens are written to the last place of the pool, which is never read.
             places = blocks * size + self.positions % size
             self._places = torch.where(self.slots < 0, self.kv.num_blocks * size - 1, places)
             if self.keeping is not None:
@@ -138,7 +138,7 @@ class CudaAttention:
 
 
 class PlainPrefills:
-    """In plain torch, prompt by prompt."""
+    """Prefill slices in plain torch, one by one."""
 
     def __init__(
         self, kv: KVPool, tables: Tensor, slots: NDArray[np.int64], first: NDArray[np.int64], count: NDArray[np.int64]

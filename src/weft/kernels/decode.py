@@ -1,8 +1,8 @@
-"""Attention of decodes over the paged cache: one query token a row, however long its context.
+"""Attention of decodes over the paged KV cache: one query token per row, with any length of context.
 
-Flash-decoding: a row's context is divided among programs (see shares.py), and the last of them to end merges what they
-found, in a fixed order. All that differs from step to step (shares, block tables) is read on the device, so that a call
-can be captured in a CUDA graph. Only imported where there is a GPU.
+Flash-decoding: a row's context is divided among programs (see shares.py), and the last program to finish merges their
+results in a fixed order. Everything that differs from step to step (shares, block tables) is read on the device, so
+that a call can be captured in a CUDA graph. Imported only where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -21,12 +21,12 @@ from weft.kernels.fused import dependent
 from weft.kernels.shares import MOST_SPLITS, most_shares
 
 LOG2E = 1.4426950408889634
-PROGRAMS = 3  # for each multiprocessor, which holds two at a time: with the longest first, none is idle at the end
-MERGED = 8192  # partial results that are read at once: 64 registers a thread
+PROGRAMS = 3  # programs per multiprocessor, which runs two at a time: with the longest first, none is idle at the end
+MERGED = 8192  # numbers of partial results that are read at once: 64 registers per thread
 
 
 class Tiling(NamedTuple):
-    tile: int  # tokens a program reads at once
+    tile: int  # tokens that a program reads at once
     num_warps: int
     num_stages: int
 
@@ -41,20 +41,20 @@ def candidates(dtype: torch.dtype, head_dim: int) -> list[Tiling]:
 
 
 def wanted_shares(kv_heads: int, sm_count: int) -> int:
-    """So many that, with a program for each kv head, every multiprocessor has its fill."""
+    """Number of shares that fills every multiprocessor, with one program per share and kv head."""
     return int(triton.cdiv(PROGRAMS * sm_count, kv_heads))
 
 
 class Workspace(NamedTuple):
-    """What the programs of one call leave for each other. One call at a time."""
+    """Buffers through which the programs of one call pass partial results. For one call at a time."""
 
     results: Tensor  # [shares, heads, head_dim] float32
-    sums: Tensor  # [shares, heads] float32: logarithms to base 2 of the sums of exponentials
+    sums: Tensor  # [shares, heads] float32: base-2 logarithms of the sums of exponentials
     ended: Tensor  # [rows, kv_heads] int32: programs that have ended; zero before and after each call
 
     @classmethod
     def of(cls, rows: int, heads: int, kv_heads: int, head_dim: int, wanted: int, device: torch.device) -> "Workspace":
-        """For calls with up to so many rows."""
+        """A workspace for calls with up to `rows` rows."""
         shares = most_shares(rows, wanted)
         return cls(
             torch.empty((shares, heads, head_dim), dtype=torch.float32, device=device),
@@ -68,7 +68,7 @@ def paged_decode(
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
     block_tables: Tensor,  # [S, W] int32
-    shares: Tensor,  # [7, N] int32: `Shares` of all rows, and nobody's
+    shares: Tensor,  # [7, N] int32: `Shares` of all rows, and unused entries
     scale: float,
     workspace: Workspace,
     out: Tensor | None = None,  # [B, heads * head_dim], contiguous; None: a new one
@@ -89,7 +89,7 @@ def paged_decode(
     tiling = tiling or candidates(k_cache.dtype, head_dim)[0]
     tile_dim = max(16, triton.next_power_of_2(head_dim))
     tile_members = triton.next_power_of_2(heads // kv_heads)
-    # kv heads first: neighbours read neighbouring lines of the same tokens at the same time
+    # kv heads first: neighbouring programs read neighbouring lines of the same tokens at the same time
     _decode[(kv_heads, shares.shape[1])](
         q,
         k_cache,
@@ -152,7 +152,7 @@ def _decode(
     TILE_MERGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The query heads of one kv head over one share. `scale` includes log2(e)."""
+    """Attention of the query heads of one kv head over one share. `scale` includes log2(e)."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -182,8 +182,9 @@ def _decode(
     total = tl.zeros([TILE_GROUP], tl.float32)
     acc = tl.zeros([TILE_GROUP, TILE_DIM], tl.float32)
     tokens = begin + tl.arange(0, TILE)
-    # What lies beyond the end was written by nobody, or by somebody else: neither it nor its table entry may be read.
-    # Blocks are looked up one tile ahead, by hand: else the pipeline would spend its stages on this second load.
+    # Places beyond the end were never written, or hold tokens of other requests: neither they nor their table entries
+    # may be read. Blocks are looked up one tile ahead, by hand. Otherwise the pipeline would spend its stages on this
+    # second load.
     blocks = tl.load(table + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
     for start in tl.range(begin, end, TILE):
         tokens = start + tl.arange(0, TILE)
@@ -197,7 +198,7 @@ def _decode(
         keys = tl.load(k_base + from_k[:, None] + dims[None, :], mask=readable, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        # Every tile has at least one token that is seen, so that this is finite.
+        # Every tile has at least one visible token, so this is finite.
         higher = tl.maximum(highest, tl.max(scores, 1))
         shrink = tl.exp2(highest - higher)
         weights = tl.exp2(scores - higher[:, None])
@@ -215,7 +216,7 @@ def _decode(
         at = place * HEADS + kv_head * GROUP + members
         tl.store(results + at[:, None] * DIM + dims[None, :], result, mask=inside)
         tl.store(sums + at, highest + tl.log2(total), mask=member)
-        # All threads have stored before one of them counts; its release makes their stores visible to the last.
+        # All threads store before one of them counts. Its release makes their stores visible to the last program.
         tl.debug_barrier()
         counter = ended + row * tl.num_programs(0) + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
@@ -253,12 +254,12 @@ def _merge(
     TILE_MERGED: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """GROUP heads of one row: the mean of its splits, weighted by their sums of exponentials, a few at a time."""
+    """Merges the splits of GROUP heads of one row, a few at a time: their mean, weighted by sums of exponentials."""
     members = tl.arange(0, TILE_MEMBERS)
     member = members < GROUP
     every = tl.arange(0, TILE_SPLITS)
     exists = member[:, None] & (every < splits)[None, :]
-    # Not through the L1 cache, which does not know of other programs' results.
+    # Bypasses the L1 cache, which does not see the results of other programs.
     places = (first + every)[None, :] * HEADS + members[:, None]
     all_logs = tl.load(sums + places, mask=exists, other=float("-inf"), cache_modifier=".cg")
     highest = tl.where(member, tl.max(all_logs, 1), 0.0)

@@ -1,9 +1,9 @@
-"""Drawing one token a row from logits, without sorting and without the host.
+"""Samples one token per row from logits, without sorting and without the host.
 
-A row's token is the inverse of its cumulative distribution at one uniform number, a hash of its seed and its position.
-The vocabulary is read in tiles: one kernel sums each tile up, the other finds the tile and then the token in it. A row
-never sees another, and its token does not depend on what others ask for: a tile's sums are of whole numbers, the same
-in whatever order a kernel adds them. Only imported where there is a GPU.
+A row's token is the inverse of its cumulative distribution at one uniform number: a hash of its seed and its position.
+The vocabulary is read in tiles. One kernel sums each tile, the other finds the tile and then the token in it. Rows are
+independent: a token does not depend on what other rows ask for, because the sums of a tile are sums of integers, which
+are the same in whatever order a kernel adds them. Imported only where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -16,28 +16,28 @@ from torch import Tensor
 
 from weft.kernels.truncate import ROUNDS, Border, Cuts, mass_of, power_of, rank_of, truncate, units_of
 
-TILE = 2048  # logits; the second kernel reads one such tile a row again
+TILE = 2048  # logits; the second kernel reads one tile per row again
 
 
 class Noise(NamedTuple):
-    """What a row's uniform number is made of, each [N] int32."""
+    """Inputs of each row's uniform number, each [N] int32."""
 
-    low: Tensor  # the seed's lower half
+    low: Tensor  # lower half of the seed
     high: Tensor
-    positions: Tensor  # of the row's last token; the one that is drawn comes behind it
+    positions: Tensor  # position of the row's last token; the sampled token is the next one
 
 
 def draw(
     logits: Tensor,  # [N, V]
-    temperature: Tensor,  # [N] float32; 0: greedy, the lowest token among equals
+    temperature: Tensor,  # [N] float32; 0: greedy, the lowest token id among equal logits
     noise: Noise,
-    last_token: Tensor,  # [S] int32, where each row's token is written, in its slot
-    slots: Tensor,  # [N] int32; negative: padding, which is written nowhere
-    tokens: Tensor,  # [M] int32, where it is written as well, in its place: this may be the host's pinned memory
+    last_token: Tensor,  # [S] int32: receives each row's token, at its slot
+    slots: Tensor,  # [N] int32; negative: padding, for which nothing is written
+    tokens: Tensor,  # [M] int32: receives each token too, at its place; may be pinned host memory
     places: Tensor,  # [N] int32
-    cuts: Cuts | None = None,  # None: every row is drawn from all tokens
+    cuts: Cuts | None = None,  # None: every row samples from all tokens
 ) -> None:
-    """Tokens from softmax(logits / temperature). A token of probability 0 is never drawn."""
+    """Samples from softmax(logits / temperature). A token of probability 0 is never sampled."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
     if not rows:
@@ -46,7 +46,7 @@ def draw(
     kinds = (torch.float32, torch.int64, torch.int32)
     highest, sums, tops = (torch.empty((rows, tiles), dtype=kind, device=logits.device) for kind in kinds)
     _summarise[(tiles, rows)](logits, temperature, highest, sums, tops, vocab, logits.stride(0), TILE=TILE, num_warps=4)
-    border = Border(tops, tops, sums, tops)  # of which only the sums are read
+    border = Border(tops, tops, sums, tops)  # placeholders: only the sums are read
     if cuts is not None:
         border = truncate(logits, temperature, highest, sums, cuts, TILE)
     _select[(rows,)](
@@ -68,13 +68,13 @@ def draw(
         TILE=TILE,
         TILES=max(2, triton.next_power_of_2(tiles)),
         num_warps=4,
-        enable_fp_fusion=False,  # with and without cuts, products and sums would be fused in different places
+        enable_fp_fusion=False,  # otherwise products and sums would be fused differently with and without cuts
     )
 
 
 @triton.jit
 def _mix(bits):
-    """The finaliser of splitmix64, of uint64."""
+    """The finaliser of splitmix64, for uint64."""
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
     return bits ^ (bits >> 31)
@@ -82,7 +82,7 @@ def _mix(bits):
 
 @triton.jit
 def _uniform(low, high, position):
-    """A number in [0, 1) as float64: the same as `hashed_uniform`, which the CPU draws with, bit by bit."""
+    """A number in [0, 1) as float64, bit by bit the same as `hashed_uniform`, which the CPU sampler uses."""
     seed = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.uint64)
     bits = _mix(seed + 0x9E3779B97F4A7C15)
     bits = _mix(bits ^ (position.to(tl.uint64) * 0xD1342543DE82EF95))
@@ -91,7 +91,7 @@ def _uniform(low, high, position):
 
 @triton.jit
 def _summarise(logits, temperature, highest, sums, tops, vocab, stride, TILE: tl.constexpr):
-    """Of one tile of one row: the highest logit, the first place that has it, and the sum of the units."""
+    """For one tile of one row: the highest logit, the first token that has it, and the sum of the units."""
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     tokens = tile * TILE + tl.arange(0, TILE)
@@ -106,7 +106,7 @@ def _summarise(logits, temperature, highest, sums, tops, vocab, stride, TILE: tl
 
 @triton.jit
 def _first_beyond(mass, cumulative, target, places, END):
-    """The first place whose cumulative mass exceeds the target. Where rounding leaves none, the last with any mass."""
+    """The first place where the cumulative mass exceeds the target. If rounding leaves none, the last with any mass."""
     some = mass > 0
     found = tl.min(tl.where(some & (cumulative > target), places, END), 0)
     return tl.where(found < END, found, tl.max(tl.where(some, places, 0), 0))
@@ -137,7 +137,7 @@ def _select(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One row's token. Masses of tiles are added in float64: in float32 the borders between tokens would shift."""
+    """Samples one row's token. Tile masses are added in float64: float32 would shift the borders between tokens."""
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + row)
     each = tl.arange(0, TILES)
@@ -152,7 +152,7 @@ def _select(
     if CUT:
         least = tl.load(border + row)
         there = tl.load(equal + at, mask=each < tiles, other=0).to(tl.int64)
-        room = tl.load(ties + row) - (tl.cumsum(there, 0) - there)  # for those of each tile
+        room = tl.load(ties + row) - (tl.cumsum(there, 0) - there)  # ties left for each tile
         taken = tl.maximum(tl.minimum(there, room), 0)
         mass += mass_of(taken, least, top, heat, SHIFT)
     cumulative = tl.cumsum(mass, 0)
@@ -164,7 +164,7 @@ def _select(
     factor = tl.sum(tl.where(chosen, factors, 0.0), 0)
     tile_top = tl.max(tl.where(chosen, heights, float("-inf")), 0)
 
-    # The token in it, in the tile's own units.
+    # The token within the tile, in units relative to the tile's highest logit.
     tokens = tile * TILE + tl.arange(0, TILE)
     values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
     units = units_of(values, tile_top, heat)
@@ -177,7 +177,7 @@ def _select(
     drawn = _first_beyond(units, tl.cumsum(units, 0).to(tl.float64), target, tokens, vocab)
 
     token = tl.where(heat > 0, drawn, greedy)
-    token = tl.minimum(token, vocab - 1)  # only a row of NaN comes here with more
+    token = tl.minimum(token, vocab - 1)  # larger only for a row of NaN
     slot = tl.load(slots + row).to(tl.int64)
     tl.store(last_token + slot, token, mask=slot >= 0)
     tl.store(out + tl.load(places + row), token, mask=slot >= 0)

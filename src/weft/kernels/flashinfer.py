@@ -1,4 +1,4 @@
-"""Prompts through FlashInfer's paged prefill. It owns the wrappers and what they work with."""
+"""Prefill attention through FlashInfer. Owns the wrappers and their buffers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from weft.kv import KVPool
 
 WORKSPACE = 256 << 20  # bytes
 MOST_GATHERED = 1 << 16  # tokens
-MOST_KEPT = 1 / 32  # of the device's memory, for the copy of the prompt that is being read
-WORTH = 20_000  # queries, counted head by head, that must read a key for copying it to pay
-LONG = 2048  # tokens of context that it pays to divide where few queries read them
-TILE = 128  # queries of one head that a program takes, with the whole context to read; each multiprocessor holds one
+MOST_KEPT = 1 / 32  # share of the device's memory for the copy of the prompt that is being prefilled
+WORTH = 20_000  # queries, counted per head, that must read a key before copying it pays off
+LONG = 2048  # tokens of context from which dividing it pays off, if few queries read it
+TILE = 128  # queries of one head per program, which reads the whole context; a multiprocessor holds one program
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-_Way = Literal["paged", "gathered", "kept", "divided", "after"]  # the last: divided as well, behind the step's others
+_Way = Literal["paged", "gathered", "kept", "divided", "after"]  # "after": also divided, for slices at the step's end
 
 
 def is_usable(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether FlashInfer is there and has a kernel for this."""
+    """Whether FlashInfer is installed and has a kernel for this head size and type."""
     try:
         import flashinfer  # noqa: F401
     except ImportError:
@@ -35,7 +35,7 @@ def is_usable(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 class _Kind(NamedTuple):
-    """What a plan is for; layers of one kind share it."""
+    """What a plan depends on. Layers of the same kind share one plan."""
 
     heads: int
     kv_heads: int
@@ -58,13 +58,13 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Slices:
-    """Prompts of a step, or parts of prompts: a number of each kind, and a block table, for each."""
+    """Prefill slices of a step: one entry per slice in each field."""
 
     slots: NDArray[np.int64]
-    first: NDArray[np.int64]  # position
+    first: NDArray[np.int64]  # position of its first token
     count: NDArray[np.int64]  # tokens
-    ends: NDArray[np.bool_]  # whether it is read to its end
-    tables: list[NDArray[np.int32]]  # blocks up to its last token
+    ends: NDArray[np.bool_]  # whether it is the last slice of its prompt
+    tables: list[NDArray[np.int32]]  # block table up to its last token
 
     @property
     def end(self) -> NDArray[np.int64]:
@@ -76,15 +76,15 @@ class Slices:
 
 
 class FlashInfer:
-    """Two wrappers for each kind of layer and each way, used in turn: planning a step writes into a pinned buffer from
-    which the step before may still be copied.
+    """Owns two wrappers for each kind of layer and each way. Steps use the two in turn, because planning a step writes
+    into a pinned buffer that the step before may still be copied from.
 
-    On a Hopper GPU there are several ways. The usual one takes keys page by page. It is faster with keys that lie
-    behind each other (16% to 20% in attention on an H200). So the keys of a prompt that is read slice by slice are kept
-    in that order as well until it is read; and where many queries read the same keys, copying all of them there, layer
-    by layer, pays. Where few queries read a long context, the kernel for older GPUs, which divides contexts, is faster,
-    as the one for Hopper would leave most multiprocessors idle (16 queries of 32 heads behind 100,000 tokens: 118
-    instead of 1,343 us).
+    On a Hopper GPU there are several ways. The usual way reads keys page by page ("paged"). Attention is 16% to 20%
+    faster on an H200 if keys are contiguous. So the keys of a prompt that is prefilled in slices are also kept in a
+    contiguous copy until its prefill ends ("kept"). Where many queries read the same keys, it pays off to copy all keys
+    into a contiguous buffer, layer by layer ("gathered"). Where few queries read a long context, the kernel for older
+    GPUs is faster, because it divides contexts ("divided" and "after"). The kernel for Hopper would leave most
+    multiprocessors idle (16 queries of 32 heads behind 100,000 tokens: 118 us instead of 1,343 us).
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class FlashInfer:
         device: torch.device,
         send: Callable[[NDArray[np.int32]], list[Tensor]],
     ) -> None:
-        """`longest` is of a context, in tokens; `send` brings numbers to the device."""
+        """`longest` is the longest context in tokens. `send` copies numbers to the device."""
         self.heads, self.send = heads, send
         self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self._is_hopper = torch.cuda.get_device_capability(device)[0] == 9
-        self._all = TILE * sm_count(device)  # queries, counted head by head, that go through attention together
+        self._all = TILE * sm_count(device)  # queries, counted per head, that the device processes at once
         tokens = min(longest, MOST_GATHERED) if self._is_hopper else 0
         self._gathered = torch.empty((2, tokens, kv_heads, head_dim), dtype=dtype, device=device)
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -113,11 +113,11 @@ class FlashInfer:
 
     @property
     def wave(self) -> int:
-        """Queries of a slice that read its context together; 0: any number takes its share of the time."""
+        """Queries of a slice that read its context together; 0: the time grows evenly with the number of queries."""
         return max(TILE, self._all // self.heads // TILE * TILE) if self._is_hopper else 0
 
     def prefills(self, kv: KVPool, slices: "Slices") -> "Prefills":
-        """For the prompts of a step."""
+        """Attention of a step's prefill slices."""
         self._turn ^= 1
         self.kept.writing = -1
         parts: list[Part] = []
@@ -142,8 +142,9 @@ class FlashInfer:
         return Prefills(parts)
 
     def _few(self, slices: "Slices") -> tuple[int, int]:
-        """Where the slices begin and end that have many queries, or a short context: before and behind them are few,
-        such as the last ones of a long prompt."""
+        """Begin and end of the slices that are not divided. The slices before them have few queries together, and at
+        least one of them a long context, such as the last tokens of a long prompt. So have the slices after them.
+        """
         if not self._is_hopper:
             return 0, len(slices.count)
 
@@ -162,27 +163,27 @@ class FlashInfer:
         return PagedPrefills(self, "paged", kv, slices)
 
     def wrapper(self, kind: _Kind, way: _Way) -> Any:
-        """This turn's."""
+        """The wrapper for the current step."""
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
         if (kind, way) not in self._wrappers:
             make = BatchPrefillWithRaggedKVCacheWrapper if way == "gathered" else BatchPrefillWithPagedKVCacheWrapper
             ways: tuple[_Way, ...] = ("divided", "after") if way in ("divided", "after") else (way,)
-            for one in ways:  # both now, rather than the second one in service
+            for one in ways:  # creates both now, so that the second is not created while serving
                 backend = "fa2" if len(ways) > 1 else "auto"
                 self._wrappers[kind, one] = [make(self._workspace, "NHD", backend=backend) for _ in range(2)]
         return self._wrappers[kind, way][self._turn]
 
 
 class Part(NamedTuple):
-    """Prompts of a step that go the same way."""
+    """Consecutive prefill slices of a step that take the same way."""
 
-    rows: slice  # of the prompts' tokens
+    rows: slice  # range of the step's prefill tokens
     prefills: "PagedPrefills | GatheredPrefills"
 
 
 class Prefills:
-    """The prompts of one step."""
+    """All prefill slices of one step."""
 
     def __init__(self, parts: list[Part]) -> None:
         self._parts = parts
@@ -197,7 +198,7 @@ class Prefills:
 
 
 class PagedPrefills:
-    """Planned when the first layer of a kind asks."""
+    """Prefill slices that read the paged cache. The first layer of each kind makes the plan."""
 
     def __init__(self, owner: FlashInfer, way: _Way, kv: KVPool, slices: Slices) -> None:
         self.owner, self.way, self.kv = owner, way, kv
@@ -221,7 +222,7 @@ class PagedPrefills:
 
 
 class GatheredPrefills:
-    """The same, with all keys and values of a layer where they lie behind each other."""
+    """Prefill slices that read contiguous keys and values of a layer. The first layer of each kind makes the plan."""
 
     def __init__(self, owner: FlashInfer, kv: KVPool, slices: Slices, store: "Passing | Kept") -> None:
         self.owner, self.kv = owner, kv
@@ -239,7 +240,7 @@ class GatheredPrefills:
         self._planned[kind].run(q, k, v, out=out)
 
     def places(self) -> Tensor:
-        """Of all tokens up to each slice's end: block * block_size + offset."""
+        """block * block_size + offset of all tokens up to each slice's end."""
         if self._places is None:
             within = np.arange(self.kv.block_size, dtype=np.int32)
             tables = zip(self._slices.tables, self._slices.end.tolist(), strict=True)
@@ -254,7 +255,7 @@ class GatheredPrefills:
 
 
 class Passing:
-    """A place for one layer's keys and values, copied there before each layer."""
+    """A contiguous buffer for the keys and values of one layer, filled anew for each layer."""
 
     way: _Way = "gathered"
 
@@ -263,39 +264,43 @@ class Passing:
 
     def gather(self, kv: KVPool, layer: int, places: Callable[[], Tensor]) -> Tensor:
         for cache, place in zip((kv.k, kv.v), self._place, strict=True):
-            # As whole numbers of eight bytes: torch copies one at a time.
+            # As integers of eight bytes, because torch copies one element at a time.
             source = cache[layer].flatten(0, 1).flatten(1).view(torch.int64)
             torch.index_select(source, 0, places(), out=place.flatten(1).view(torch.int64))
         return self._place
 
 
 class Kept:
-    """A copy of all keys and values of the prompt that is being read, which grows with each of its slices.
+    """A contiguous copy of all keys and values of the prompt that is being prefilled. It grows with each slice.
 
-    Who writes keys and values to the cache writes those of `writing` here as well (see `Keeping`); what was in the
-    cache before, or came there while others were read, is copied from there.
+    The kernel that writes keys and values to the cache also writes them here for slot `writing` (see `Keeping`). Tokens
+    that were cached before, or were prefilled in steps that did not use this copy, are copied from the cache.
     """
 
     way: _Way = "kept"
 
     def __init__(self, copy: Tensor) -> None:
         self.copy = copy  # [layers, 2, tokens + 1, kv_heads, head_dim]
-        self.writing = -1  # the slot whose slice this step reads from here; -1: nobody's
+        self.writing = -1  # slot of the slice that this step reads from here; -1: none
         self._slot, self._next, self._first = -1, 0, 0
-        self._known = [0] * len(copy)  # tokens that are there, by layer: not every step attends in every layer
+        self._known = [0] * len(copy)  # tokens copied so far, by layer: not every step attends in every layer
 
     @property
     def capacity(self) -> int:
-        """Tokens; behind them lies one more place, for what nobody reads."""
+        """Tokens that fit. One more place after them receives writes that are never read."""
         return self.copy.shape[2] - 1
 
     def forget(self, slot: int | None = None) -> None:
-        """Somebody else has the slot now; without one: all that is in the cache is another's."""
+        """Drops the copy if it is of this slot, which now has another request. Without a slot: drops it in any case,
+        because the contents of the cache have changed.
+        """
         if slot is None or slot == self._slot:
             self._slot, self._next = -1, 0
 
     def take(self, slices: Slices) -> bool:
-        """Whether a slice is read from here: one that goes on with what is here, or begins what will go on."""
+        """Whether to read a slice from here: it continues the prompt in this copy, or it starts a new copy and its
+        prompt has more slices to come.
+        """
         slot, first, end = int(slices.slots[0]), int(slices.first[0]), int(slices.end[0])
         goes_on = slot == self._slot and first >= self._next
         if end > self.capacity or not (goes_on or not slices.ends[0]):

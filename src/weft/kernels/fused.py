@@ -1,12 +1,13 @@
-"""Triton kernels for what lies between the matrix products of a layer: norms, SwiGLU, rotations, writes to the cache.
+"""Triton kernels for the work between the matrix products of a layer: norms, SwiGLU, rotations, KV cache writes.
 
-Each one reads its input once and writes its result once; everything inside is float32 and is rounded at the end.
-Only imported where there is a GPU.
+Each kernel reads its input once and writes its result once. It computes in float32 and rounds at the end. Imported only
+where there is a GPU.
 
-The kernels of a step, these and those of matvec and decode, start while their predecessor still runs (programmatic
-dependent launch). Each of them waits (gdc_wait) before it reads anything but weights, and before it writes anything at
-all. The wait ends when the predecessor has ended, and with it all kernels before: it has waited as well. Only weights
-are read earlier, so the step must not change them. Kernels of others are launched normally, and wait for everything.
+The kernels of a step (here, in matvec and in decode) start while the previous kernel still runs (programmatic dependent
+launch). Each of them waits (gdc_wait) before it reads anything but weights, and before it writes anything. The wait
+ends when the previous kernel has ended. All earlier kernels have then ended too, because the previous kernel has waited
+as well. Only weights are read before the wait, so the step must not change them. Kernels of other libraries are
+launched normally, and wait for everything.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -22,15 +23,15 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-COPIED = 4096  # numbers that a program copies
-SHORT_READ = 16 << 20  # bytes that take about as long to read as a kernel takes to start
-PDL = True  # programmatic dependent launch, where the device has it; False: a kernel starts when all before have ended
+COPIED = 4096  # numbers copied per program
+SHORT_READ = 16 << 20  # bytes; reading them takes about as long as starting a kernel
+PDL = True  # programmatic dependent launch, where supported; False: a kernel starts when all earlier kernels have ended
 
 
 def dependent(device: torch.device, reads: int = 0) -> dict[str, Any]:
-    """The arguments of a launch that decide whether it starts while its predecessor still runs.
+    """Launch arguments that decide whether a kernel starts while the previous kernel still runs.
 
-    One that `reads` many bytes of weights does not: it would take their bandwidth from the predecessor.
+    A kernel that `reads` many bytes of weights does not: it would take bandwidth from the previous kernel.
     """
     return {"PDL": True, "launch_pdl": True} if PDL and reads <= SHORT_READ and _has_pdl(device) else {"PDL": False}
 
@@ -45,8 +46,8 @@ def _has_pdl(device: torch.device) -> bool:
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and the sum, for x [T, H].
 
-    The sum is written over `residual` and its norm over `x`. Without a residual the sum is x itself, unchanged, and the
-    norm is a new tensor.
+    The sum overwrites `residual` and its norm overwrites `x`. Without a residual the sum is x itself, unchanged, and
+    the norm is a new tensor.
     """
     rows, size = x.shape
     normed = torch.empty_like(x) if residual is None else x
@@ -73,12 +74,12 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, of [T, 2 * inner] with the gates first."""
+    """silu(gate) * up, for gate_up [T, 2 * inner] with the gates first."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        # Few rows: small pieces, so that every SM has one. Many rows: more work for each of a great many programs.
+        # Few rows: small blocks, so that every SM has one. Many rows: there are plenty of programs, so each does more.
         block = 512 if rows <= 32 else 1024 if rows <= 256 else 2048
         block = min(block, triton.next_power_of_2(inner))
         _silu_mul[(rows, triton.cdiv(inner, block))](
@@ -102,18 +103,18 @@ def norm_rope_write(
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
     block_tables: Tensor,  # [S, W] int32
-    slots: Tensor,  # [T] int32: each token's row of the block tables; negative: padding, which is written nowhere
+    slots: Tensor,  # [T] int32: each token's row in the block tables; negative: padding, not written to the cache
     positions: Tensor,  # [T] int32
     heads: int,
     kv_heads: int,
     head_dim: int,
-    q: Tensor | None = None,  # where the queries go; None: a new tensor
-    copy: Tensor | None = None,  # [2, L, kv_heads, head_dim]: keys and values of one slot's tokens go there as well,
-    copied: Tensor | None = None,  # [1] int32: of this one's, each to its position; negative: nobody's
+    q: Tensor | None = None,  # receives the queries; None: a new tensor
+    copy: Tensor | None = None,  # [2, L, kv_heads, head_dim]: second copy of one slot's keys and values, by position
+    copied: Tensor | None = None,  # [1] int32: the slot to copy; negative: none
 ) -> Tensor:
-    """Norms and rotates queries and keys, writes keys and values to the cache, and returns the queries.
+    """Norms and rotates queries and keys, and writes keys and values to the cache.
 
-    Queries come back as [T, heads, head_dim].
+    Returns the queries as [T, heads, head_dim].
     """
     assert (copy is None) == (copied is None)
     assert copy is None or copy[0].is_contiguous()
@@ -253,8 +254,9 @@ def _norm_rope_write(
     TILE_REST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token, TILE_HEADS of its heads (queries, keys and values count on). A head is taken apart in three: the two
-    halves that are rotated against each other, and the rest."""
+    """One token, TILE_HEADS of its heads, numbered through queries, keys and values. A head is split in three parts:
+    the two halves that are rotated against each other, and the rest, which is not rotated.
+    """
     if PDL:
         gdc_launch_dependents()
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
@@ -327,7 +329,7 @@ def _norm_rope_write(
 
 @triton.jit
 def _weights(q_weight, k_weight, columns, inside, is_q, is_k, Q_NORM: tl.constexpr, K_NORM: tl.constexpr):
-    """The norm weights of each head's columns; 1 where a head is not normed."""
+    """The norm weights of each head's columns; 1 for a head without a norm."""
     weights = tl.full([is_q.shape[0], columns.shape[0]], 1.0, tl.float32)
     if Q_NORM:
         of_q = tl.load(q_weight + columns, mask=inside, other=0.0).to(tl.float32)
@@ -340,7 +342,7 @@ def _weights(q_weight, k_weight, columns, inside, is_q, is_k, Q_NORM: tl.constex
 
 @triton.jit
 def _scatter(values, columns, inside, to_q, to_k, to_v, is_q, is_k, is_v):
-    """Stores each head's columns to where its kind belongs."""
+    """Stores each head's columns as queries, keys or values."""
     _store(values, columns, inside, to_q, is_q)
     _store(values, columns, inside, to_k, is_k)
     _store(values, columns, inside, to_v, is_v)
@@ -348,14 +350,14 @@ def _scatter(values, columns, inside, to_q, to_k, to_v, is_q, is_k, is_v):
 
 @triton.jit
 def _store(values, columns, inside, to, some):
-    """Stores the columns of some heads."""
+    """Stores the columns of the heads in the mask `some`."""
     values = values.to(to.dtype.element_ty)
     tl.store(to[:, None] + columns[None, :], values, mask=some[:, None] & inside[None, :])
 
 
 def copy_tokens(k_cache: Tensor, v_cache: Tensor, places: Tensor, begin: int, to: Tensor) -> None:
-    """Keys and values of the tokens from `begin` on, each at its place in the caches, to `to` [2, T, ...], behind each
-    other; `places` [T] int32 are block * block_size + offset.
+    """Copies keys and values of the tokens from `begin` on from the caches to `to` [2, T, ...], in the order of the
+    tokens. `places` [T] int32 are block * block_size + offset.
     """
     size = k_cache[0, 0].numel()
     assert to[0].is_contiguous()

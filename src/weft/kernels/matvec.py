@@ -1,8 +1,8 @@
-"""Products of a few rows with a large matrix, as in decoding: the time goes into reading the matrix once.
+"""Products of a few rows with a large matrix, as in decoding. Most of the time goes into reading the matrix once.
 
-For up to 64 rows. One row is multiplied and summed, several go through tensor cores, padded to 16, 32 or 64. Where the
-matrix has too few rows to fill the device, programs share the columns; whoever comes last adds the partial sums up in a
-fixed order, so that results are reproducible. Only imported where there is a GPU.
+For up to 64 rows. One row is multiplied and summed. Several rows go through tensor cores, padded to 16, 32 or 64. If
+the matrix has too few rows to fill the device, several programs divide its columns. The last program to finish adds the
+partial sums in a fixed order, so that results are reproducible. Imported only where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -21,20 +21,20 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 from weft.kernels.fused import dependent
 
 MAX_ROWS = 64
-PROGRAMS = 2 * 132  # that fill an H200
+PROGRAMS = 2 * 132  # programs that fill an H200: two for each of its 132 multiprocessors
 
 
 class Config(NamedTuple):
-    block_m: int  # rows of the matrix a program takes; of each half, where it is gated
-    block_k: int  # columns at once
-    splits: int  # programs that share the columns
+    block_m: int  # matrix rows per program; for a gated matrix, rows of each half
+    block_k: int  # columns read at once
+    splits: int  # programs that divide the columns
     num_warps: int
-    num_stages: int  # 1: no pipeline, many programs a multiprocessor instead
-    dot: bool  # tensor cores
+    num_stages: int  # 1: no pipeline, but many programs per multiprocessor
+    dot: bool  # whether to use tensor cores
 
 
-# (rows rounded up to a bucket, M, K, gated) -> what scripts/time_kernels.py found fastest on an H200; for others the
-# first of `candidates` is taken. M counts the outputs: of a gated matrix, half of its rows.
+# (rows rounded up to a bucket, M, K, gated) -> the fastest configuration that scripts/time_kernels.py found on an H200.
+# Other keys use the first of `candidates`. M counts the outputs: half of the rows of a gated matrix.
 TUNED: dict[tuple[int, int, int, bool], Config] = {
     (1, 1024, 2048, False): Config(2, 2048, 1, 8, 1, False),
     (4, 1024, 2048, False): Config(64, 128, 8, 4, 4, True),
@@ -98,8 +98,8 @@ TUNED: dict[tuple[int, int, int, bool], Config] = {
     (64, 151936, 1024, False): Config(64, 64, 1, 4, 5, True),
 }
 
-# The keys of TUNED for more than 16 rows where this was faster than torch: a subset of what the script prints. Others
-# of more than 16 rows are left to torch.
+# Keys of TUNED with more than 16 rows for which this kernel was faster than torch: a subset of what the script prints.
+# All other products of more than 16 rows are left to torch.
 FASTER: frozenset[tuple[int, int, int, bool]] = frozenset(
     [
         (32, 1024, 2048, False),
@@ -118,23 +118,23 @@ FASTER: frozenset[tuple[int, int, int, bool]] = frozenset(
 
 
 def bucket(rows: int) -> int:
-    """Rows are tuned for in steps: 1, 4, 16, 32, 64."""
+    """Rows rounded up to a size that is tuned: 1, 4, 16, 32 or 64."""
     return next(size for size in (1, 4, 16, 32, MAX_ROWS) if rows <= size)
 
 
 def candidates(rows: int, m: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> list[Config]:
-    """At most six configurations worth timing, the default first."""
+    """Returns at most six configurations worth timing, the default first."""
     if dtype == torch.float32:
         return [Config(4, 512, 1, 4, 1, False)] if rows == 1 else [Config(16, 32, 1, 4, 1, True)]
     if rows == 1:
-        # 256 columns a warp: then x has the same layout as the weights, and no barrier is needed within the loop.
+        # 256 columns per warp: x then has the same layout as the weights, and the loop needs no barrier.
         small = m * k < 1 << 23
         found = [
             Config(2 if small else 4, 1024, 1, 4, 1, False),
             Config(4, 1024, 1, 4, 4, False),
             Config(4 if small else 8, 1024, 1, 4, 1, False),
             Config(4, 512, 1, 2, 1, False) if small else Config(8, 512, 1, 2, 1, False),
-            # Up to 4096 columns in one step: then all weights are on their way before x is there.
+            # Up to 4096 columns in one step: the loads of all weights are then issued before x is ready.
             Config(2, 4096, 1, 8, 1, False)
             if 2048 < k < 4096
             else Config(2, 2048, 1, 8, 1, False)
@@ -147,7 +147,7 @@ def candidates(rows: int, m: int, k: int, dtype: torch.dtype, *, gated: bool = F
             Config(block_m, block_k, _splits(m, k, block_m, block_k), num_warps, num_stages, True)
             for block_m, block_k, num_warps, num_stages in _tiles(rows, m)
         ]
-    if gated:  # two matrices at once take twice the shared memory, or twice the registers
+    if gated:  # two matrices at once need twice the shared memory, or twice the registers
         found = [
             config._replace(block_k=config.block_k // 2)
             if config.dot
@@ -166,16 +166,16 @@ def configure(rows: int, m: int, k: int, dtype: torch.dtype, *, gated: bool = Fa
 def matvec(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None, config: Config | None = None
 ) -> Tensor:
-    """x [N, K] times weight [M, K] transposed, plus bias [M]; N <= MAX_ROWS. Into `out`, if there is one.
+    """x [N, K] times weight [M, K] transposed, plus bias [M]; N <= MAX_ROWS. Written to `out` if given.
 
-    Weights are read before the kernel's predecessor on the stream has ended (see `fused.PDL`), so it must not write
-    them. One call at a time on a device: calls share the counters behind the partial sums.
+    Weights are read before the previous kernel on the stream has ended (see `fused.PDL`), so that kernel must not write
+    them. Only one call at a time may run on a device: calls share the counters for partial sums.
     """
     return _launch(x, weight, bias, out, False, config)
 
 
 def matvec_silu(x: Tensor, gate_up: Tensor, *, config: Config | None = None) -> Tensor:
-    """silu(gate) * up [N, inner], where x [N, K] times gate_up [2 * inner, K] transposed is gates, then ups."""
+    """silu(gate) * up [N, inner]. x [N, K] times gate_up [2 * inner, K] transposed gives the gates, then the ups."""
     return _launch(x, gate_up, None, None, True, config)
 
 
@@ -193,7 +193,7 @@ def _launch(
         return out
     config = config or configure(rows, m, k, weight.dtype, gated=gated)
     tiles = triton.cdiv(m, config.block_m)
-    partial, counters = out, out  # never touched without splits
+    partial, counters = out, out  # placeholders: not used without splits
     if config.splits > 1:
         partial = torch.empty((config.splits, 1 + gated, rows, m), dtype=torch.float32, device=x.device)
         assert tiles <= PROGRAMS, "so many programs need not share columns"
@@ -231,7 +231,7 @@ def _launch(
 
 
 def _tiles(rows: int, m: int) -> list[tuple[int, int, int, int]]:
-    """(block_m, block_k, warps, stages). Each program reads all of x, which tells against low ones for many rows."""
+    """(block_m, block_k, warps, stages). Each program reads all of x, so a small block_m is slow for many rows."""
     if rows <= 4:
         return [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4), (16, 512, 4, 3)]
     if rows > 16:
@@ -242,7 +242,7 @@ def _tiles(rows: int, m: int) -> list[tuple[int, int, int, int]]:
 
 
 def _splits(m: int, k: int, block_m: int, block_k: int) -> int:
-    """So many that about two programs a multiprocessor have work, each with at least two steps over the columns."""
+    """Number of column splits: about two programs per multiprocessor, each with at least two steps over its columns."""
     most = max(1, k // (2 * block_k))
     return min(max(1, PROGRAMS // int(triton.cdiv(m, block_m))), most, 8)
 
@@ -253,9 +253,9 @@ def _padded(k: int, dot: bool) -> int:
 
 @functools.cache
 def _zeros(device: torch.device) -> Tensor:
-    """Counters that are zero before and after each call, one for each tile of outputs that is shared.
+    """Counters, one per tile of outputs that several programs share. They are zero before and after each call.
 
-    Kept for good, outside of any graph's memory: made by the first call, which must not be one that is captured.
+    The first call allocates them for good, outside the memory of any graph. So the first call must not be captured.
     """
     return torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
@@ -283,18 +283,18 @@ def _one_row(
     ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Products are summed up over the columns only at the end: until then each thread adds in its own registers."""
+    """One row of x. Each thread adds products in its registers; the sum over the columns is taken only at the end."""
     tile = tl.program_id(0)
     outputs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     begin, end = _columns(k, BLOCK_K, SPLITS)
     columns = tl.arange(0, BLOCK_K)
-    # Beyond the last row the last one is read again, which costs less than a mask, and is not stored.
+    # Beyond the last matrix row, the last row is read again and not stored. This costs less than a mask.
     from_weight = weight + tl.minimum(outputs, m - 1).to(tl.int64)[:, None] * stride + columns[None, :]
     from_up = from_weight
     if GATED:
         from_up += m.to(tl.int64) * stride
     if ONCE:
-        # One step, so that a program can have all its weights on their way before x is there.
+        # One step over the columns, so that the program issues the loads of all its weights before x is ready.
         inside = begin + columns < end
         if EVEN:
             weights = tl.load(from_weight + begin)
@@ -365,7 +365,7 @@ def _dot_rows(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The matrix is the left operand, its rows the rows of the product; x is padded to ROWS."""
+    """Several rows of x, padded to ROWS. The matrix is the left operand, so its rows are the rows of the product."""
     tile = tl.program_id(0)
     outputs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     begin, end = _columns(k, BLOCK_K, SPLITS)
@@ -399,7 +399,7 @@ def _dot_rows(
 
 @triton.jit
 def _columns(k, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr):
-    """The columns of this program's split."""
+    """The range of columns of this program's split."""
     share = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
     begin = tl.program_id(1) * share
     return begin, tl.minimum(begin + share, k)
@@ -421,7 +421,7 @@ def _finish(
     GATED: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Stores `first` [outputs, rows], gated by itself and `second` where asked, after adding up the splits."""
+    """Adds up the splits and stores `first` [outputs, rows]; if GATED, stores silu(first) * second instead."""
     at = row[None, :] * m + outputs[:, None]
     inside = (row < rows)[None, :] & (outputs < m)[:, None]
     if SPLITS == 1:
@@ -432,7 +432,7 @@ def _finish(
         tl.store(here + at, first, mask=inside)
         if GATED:
             tl.store(here + size + at, second, mask=inside)
-        # All threads have stored before one of them counts; its release makes their stores visible to the last program.
+        # All threads store before one of them counts. Its release makes their stores visible to the last program.
         tl.debug_barrier()
         counter = counters + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
@@ -458,7 +458,7 @@ def _store(first, second, bias, out, at, inside, outputs, m, BIAS: tl.constexpr,
 
 @triton.jit
 def _prefetch(weight, tile, m, begin, end, stride, GATED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Asks for the first lines of each row, which nobody writes, so that they come to L2 before x is there."""
+    """Prefetches the first lines of each weight row into L2 before x is ready. No kernel of a step writes weights."""
     outputs = tl.minimum(tile * BLOCK_M + tl.arange(0, BLOCK_M), m - 1).to(tl.int64)
     lines = tl.maximum(tl.minimum(begin + tl.arange(0, 16) * 64, end - 1), 0)
     places = weight + outputs[:, None] * stride + lines[None, :]

@@ -1,4 +1,4 @@
-"""What layers compute beside attention: plain torch, or a kernel of our own where the tensors are on a GPU."""
+"""Layer operations other than attention: weft's kernels if the tensors are on a GPU, otherwise plain torch."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEW = 16  # rows up to which a matrix product is bound by reading the matrix, and our kernel reads faster
+FEW = 16  # rows; up to this many, reading the matrix bounds a product, and our kernel reads faster
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 
 
 def gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """activation(gate) * up, of [T, 2 * inner] with the gates first."""
+    """activation(gate) * up, for gate_up [T, 2 * inner] with the gates first."""
     if activation is F.silu and _has_kernels(gate_up):
         from weft.kernels import fused
 
@@ -32,7 +32,7 @@ def gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """activation(gate) * up, where x times the weight transposed is gates, then ups."""
+    """activation(gate) * up, where x times the transposed weight gives the gates, then the ups."""
     if bias is None and activation is F.silu and _is_read_once(x, len(weight) // 2, gated=True):
         from weft.kernels import matvec
 
@@ -49,7 +49,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The same, to a place that is already there."""
+    """`linear` without a bias, written to `out`."""
     if _is_read_once(x, len(weight)):
         from weft.kernels import matvec
 
@@ -58,7 +58,7 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_read_once(x: Tensor, outputs: int, *, gated: bool = False) -> bool:
-    """Whether our kernel is to be taken: for few rows always, for some more where it was measured to be faster."""
+    """Whether to use our kernel: always for few rows, and for more rows where it was measured to be faster."""
     if x.dtype not in (torch.bfloat16, torch.float16) or not _has_kernels(x):
         return False
     if len(x) <= FEW:

@@ -1,4 +1,4 @@
-"""Penalties for tokens that a row's prompt or its output already has. Only imported where there is a GPU."""
+"""Penalties for tokens that occur in a row's prompt or output. Imported only where there is a GPU."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from typing import NamedTuple
@@ -8,19 +8,19 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 TILE = 2048  # logits
-FIELDS = 5  # place of the row, of its history, and the bits of float32 of repetition, frequency and presence
+FIELDS = 5  # index of the row and of its history; float32 bits of repetition, frequency and presence
 
 
 class Histories(NamedTuple):
-    """What rows have so far, [H, V]."""
+    """Tokens of each row so far, [H, V]."""
 
-    counts: Tensor  # int32, in the output
-    seen: Tensor  # bool, in prompt or output
+    counts: Tensor  # int32: how often the output has the token
+    seen: Tensor  # bool: whether prompt or output has the token
 
 
 def penalise(logits: Tensor, numbers: Tensor, histories: Histories) -> None:
-    """In place, [N, V] float32. `numbers` [FIELDS, P] int32, for each row that is penalised; -1 instead of the first
-    is nobody.
+    """Changes logits [N, V] float32 in place. `numbers` [FIELDS, P] int32 has one column per penalised row; a column
+    that starts with -1 is padding.
     """
     rows, vocab = numbers.shape[1], logits.shape[1]
     assert numbers.shape[0] == FIELDS
@@ -30,7 +30,7 @@ def penalise(logits: Tensor, numbers: Tensor, histories: Histories) -> None:
 
 
 def note(tokens: Tensor, numbers: Tensor, histories: Histories) -> None:
-    """What the rows got, [N] int32, becomes part of their histories. Of `numbers` the first two fields are read."""
+    """Adds the sampled tokens [N] int32 to the histories of their rows. Reads the first two fields of `numbers`."""
     rows, vocab = numbers.shape[1], histories.counts.shape[1]
     assert numbers.is_contiguous()
     _note[(rows,)](tokens, numbers, *histories, vocab, rows, num_warps=1)

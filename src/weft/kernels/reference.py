@@ -1,4 +1,4 @@
-"""Attention in plain torch: runs everywhere, and is what faster backends are checked against."""
+"""Attention in plain torch. It runs everywhere, and faster backends are tested against it."""
 
 import numpy as np
 import torch
@@ -11,11 +11,11 @@ from weft.kv import KVPool
 
 
 class ReferenceAttention:
-    """One step's attention (an `Attend`). Decode rows are padded and run together, prefill rows one by one.
+    """Attention of one step (an `Attend`). Decode rows are padded and run together, prefill rows run one by one.
 
-    `positions` and `places` (block * block_size + offset) are each token's; where there are more positions than places,
-    the rest of the rows is not looked at. `tables` holds each row's block table,
-    `first` and `count` each row's positions; the first `num_decodes` rows are decodes of one token.
+    `positions` and `places` (block * block_size + offset) have one entry per token. If there are more positions than
+    places, the extra rows are padding and are ignored. `tables` holds the block table of each row. `first` and `count`
+    give the positions of each row. The first `num_decodes` rows are decodes of one token.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ReferenceAttention:
     def __call__(self, heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         layer, scale, window = heads.layer, heads.scale, heads.window
         q, k, v = self.plain.split(heads, qkv)
-        tokens = len(self.places)  # rows behind them only fill the step up
+        tokens = len(self.places)  # the rows after them are padding
         self.kv.write(layer, self.places, k[:tokens], v[:tokens])
         out = torch.empty_like(q)
         out[tokens:] = 0
@@ -67,7 +67,8 @@ class _PaddedDecodes:
         self.tables = tables[self.rows, :blocks]
         self._position = torch.from_numpy(positions).to(device)[:, None]
         self._key_position = torch.arange(blocks * block_size, device=device)[None]
-        self._foreign = (self._key_position > self._position)[:, :, None, None]  # padding: others' keys, or nobody's
+        # Padding: these places hold keys of other requests, or were never written.
+        self._foreign = (self._key_position > self._position)[:, :, None, None]
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, kv: KVPool, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
@@ -86,11 +87,11 @@ class _PaddedDecodes:
 
 
 class PrefillRow:
-    """One slice of a prompt over everything before it."""
+    """Attention of one prefill slice over all tokens before it and, causally, over itself."""
 
     def __init__(self, block_size: int, table: Tensor, start: int, first: int, count: int) -> None:
         self.start, self.first, self.count = start, first, count
-        self.end = first + count  # keys to see
+        self.end = first + count  # number of keys that the slice sees
         self.table = table[None, : -(-self.end // block_size)]
         self._masks: dict[int | None, Tensor] = {}
 
@@ -122,7 +123,7 @@ def _visible(position: Tensor, key_position: Tensor, window: int | None) -> Tens
 
 
 def _similar_lengths(positions: NDArray[np.int64], block_size: int) -> list[NDArray[np.int64]]:
-    """Row numbers in groups whose contexts differ at most by a factor of two, so that padding wastes less than half."""
+    """Row numbers in groups. Contexts in a group differ at most by a factor of two: padding wastes less than half."""
     if not len(positions):
         return []
     bucket = np.log2(positions // block_size + 1).astype(np.int64)

@@ -1,11 +1,11 @@
 """Truncating distributions (min_p, top_k, top_p) without sorting them.
 
-What is kept of a row are the logits above a border, and of those at the border so many, the lowest tokens first. The
-border is searched for among the ranks of all numbers that a logit can be. Each round divides the interval where it may
-be by WAYS, with all tiles of all rows at once: for top_k by how many logits lie above each pivot, for top_p by how much
-probability. Both are added up as whole numbers, so that no result depends on the order in which that is done, which is
-another for other types of logits and other kernels. Tiles without a logit in the interval are not read, and it begins
-narrow: of what a model writes, most rounds read next to nothing. Only imported where there is a GPU.
+A row keeps the logits above a border, and a certain number of the logits at the border, lowest token ids first. The
+border is searched for among the ranks of all values that a logit can have. Each round divides the search interval by
+WAYS, for all tiles of all rows at once. For top_k it counts the logits above each pivot, for top_p it adds up their
+probability. Both are sums of integers, so no result depends on the order of addition, which differs between logit types
+and between kernels. Tiles without a logit in the interval are not read. The interval starts narrow: with the logits of
+a real model, most rounds read next to nothing. Imported only where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -17,45 +17,45 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 WAYS = 16
-UNIT = tl.constexpr(float(1 << 40))  # so many units of probability has the most likely token: 2^21 fit into an int64
+UNIT = tl.constexpr(float(1 << 40))  # units of probability of the most likely token; 2^21 such tokens fit into an int64
 EVERYTHING = tl.constexpr(1 << 62)  # more units than a row can have
-SLACK = tl.constexpr(1 - 1e-6)  # of top_p, which float32 may have rounded up: 0.2 of five equal tokens is one of them
-# By type: how many bits of float32 it does not have, which ranks leave out, and the rounds until one rank is left.
+SLACK = tl.constexpr(1 - 1e-6)  # factor on top_p, which float32 may have rounded up: 0.2 of five equal tokens is one
+# By logit type: the bits of float32 that the type lacks, which ranks leave out; and the rounds until one rank is left.
 ROUNDS = {torch.bfloat16: (16, 4), torch.float16: (13, 5), torch.float32: (0, 8)}
-# Numbers of a row's search for top_k's border and for top_p's, see `_counted` and `_weighed`.
+# Numbers of state per row in the searches for the top_k border and the top_p border: see `_counted` and `_weighed`.
 COUNTING, WEIGHING = tl.constexpr(4), tl.constexpr(6)
-PROGRAMS = 2048  # of a round, about as many as can run at the same time
-WARPS = 2  # of each
+PROGRAMS = 2048  # programs per round: about as many as can run at the same time
+WARPS = 2  # warps per program
 
 
 class Cuts(NamedTuple):
-    """What is to be kept of each row, [N]."""
+    """What to keep of each row, [N]."""
 
-    top_k: Tensor  # int32: so many tokens; more than there are: all
-    top_p: Tensor  # float32: so much of the probability; 2: all
-    floor: Tensor  # float32: the logarithm of min_p; -inf: all
+    top_k: Tensor  # int32: number of tokens; more than the vocabulary: all
+    top_p: Tensor  # float32: share of the probability; 2: all
+    floor: Tensor  # float32: logarithm of min_p; -inf: all
 
 
 class Border(NamedTuple):
-    """What is kept of each row."""
+    """The border of each row, and what each tile keeps."""
 
-    rank: Tensor  # [N] int32: what ranks higher is kept
-    ties: Tensor  # [N] int64: and so many of those with this rank, the lowest tokens first
-    sums: Tensor  # [N, tiles] int64: the units of a tile's logits above it, of which its highest has UNIT
-    equal: Tensor  # [N, tiles] int32: how many of a tile have this rank
+    rank: Tensor  # [N] int32: logits that rank higher are kept
+    ties: Tensor  # [N] int64: number of logits of exactly this rank that are kept, lowest token ids first
+    sums: Tensor  # [N, tiles] int64: units of the tile's logits above the border; the tile's highest logit has UNIT
+    equal: Tensor  # [N, tiles] int32: number of the tile's logits with exactly this rank
 
 
 def truncate(
     logits: Tensor,  # [N, V]
     temperature: Tensor,  # [N] float32; 0 counts as 1
-    highest: Tensor,  # [N, tiles] float32: the highest logit of each tile
-    sums: Tensor,  # [N, tiles] int64: the units of a tile's logits, of which its highest has UNIT
+    highest: Tensor,  # [N, tiles] float32: highest logit of each tile
+    sums: Tensor,  # [N, tiles] int64: units of the tile's logits; the tile's highest logit has UNIT
     cuts: Cuts,
-    tile: int,  # logits in one
+    tile: int,  # logits per tile
 ) -> Border:
-    """As the sampler of the CPU: first min_p, then top_k of what that leaves, then top_p of what that leaves.
+    """Same order as the CPU sampler: first min_p, then top_k of what min_p keeps, then top_p of what top_k keeps.
 
-    All rounds are run whatever the rows ask for, so that no row's result depends on what others do.
+    All rounds run whatever the rows ask for, so that no row's result depends on other rows.
     """
     rows, vocab = logits.shape
     tiles, device = highest.shape[1], logits.device
@@ -91,7 +91,7 @@ def truncate(
 
 @triton.jit
 def rank_of(logits, SHIFT: tl.constexpr):
-    """int32, in the order of the logits; equal for equal ones."""
+    """int32 ranks in the order of the logits; equal for equal logits."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
@@ -106,7 +106,7 @@ def logit_of(rank, SHIFT: tl.constexpr):
 def power_of(logits, highest, temperature):
     """exp((logit - highest) / temperature): 1 at the highest logit, 0 where a logit is -inf, even if all are.
 
-    Divided only after the subtraction, so that nothing overflows however small the temperature is.
+    Divides only after the subtraction, so that nothing overflows, however small the temperature is.
     """
     top = tl.where(highest == float("-inf"), 0.0, highest)
     return tl.exp((logits - top) / tl.where(temperature > 0, temperature, 1.0))
@@ -114,14 +114,13 @@ def power_of(logits, highest, temperature):
 
 @triton.jit
 def units_of(logits, highest, temperature):
-    """`power_of` in units, as int64: a sum of them is the same in whatever order they are added."""
+    """`power_of` in units, as int64: sums do not depend on the order of addition."""
     return (power_of(logits, highest, temperature) * UNIT).to(tl.int64)
 
 
 @triton.jit
 def mass_of(ties, rank, top, heat, SHIFT: tl.constexpr):
-    """Units of so many logits of one rank, as float64. A rank below that of -inf, which nothing has, stands for no
-    number."""
+    """Units of `ties` logits of one rank, as float64. A rank below that of -inf is no number and has no mass."""
     logit = logit_of(rank, SHIFT)
     is_number = logit == logit
     units = units_of(tl.where(is_number, logit, float("-inf")), top, heat)
@@ -136,7 +135,7 @@ def _top_of(highest, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _lowest_of(floor, row, top, heat, SHIFT: tl.constexpr):
-    """The lowest rank that min_p leaves."""
+    """The lowest rank that min_p keeps."""
     least = top + tl.load(floor + row) * tl.where(heat > 0, heat, 1.0)
     rank = rank_of(least, SHIFT)
     return tl.where(logit_of(rank, SHIFT) < least, rank + 1, rank).to(tl.int64)
@@ -144,7 +143,7 @@ def _lowest_of(floor, row, top, heat, SHIFT: tl.constexpr):
 
 @triton.jit
 def _top_k_ties(high, below, count, most, lowest):
-    """How many of those at the border are among the most that are kept; none of what min_p has left out."""
+    """Number of logits at the border that top_k keeps; 0 if min_p has removed this rank."""
     return tl.where(high < lowest, 0, tl.minimum(most, below) - count)
 
 
@@ -155,8 +154,8 @@ def _share_of(top_p, row):
 
 @triton.jit
 def _target_of(left, share):
-    """In units, of so many that are left."""
-    return tl.maximum((left * share).to(tl.int64), 1)  # of the most likely token something is always left
+    """The share of top_p, in units, of the units that are left."""
+    return tl.maximum((left * share).to(tl.int64), 1)  # at least one unit, so that the most likely token is always kept
 
 
 @triton.jit
@@ -174,7 +173,7 @@ def _begin(
     SHIFT: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A row's search, and what it has to weigh for top_p if nothing falls away before; -1 if something may."""
+    """Starts a row's top_k search. Stores its top_p target, or -1 if min_p or top_k may remove tokens first."""
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, TILES)
     exists = each < tiles
@@ -183,7 +182,7 @@ def _begin(
     heat = tl.load(temperature + row)
     lowest = _lowest_of(floor, row, top, heat, SHIFT)
     most = tl.load(top_k + row).to(tl.int64)
-    # As many logits as tiles whose highest is at least so high are at least so high themselves.
+    # If n tiles have a highest logit of at least h, then at least n logits are at least h.
     as_high = tl.sum(((heights[None, :] >= heights[:, None]) & exists[None, :]).to(tl.int32), 1)
     bound = rank_of(tl.max(tl.where(exists & (as_high >= most), heights, float("-inf")), 0), SHIFT).to(tl.int64)
     is_bound = (most <= tiles) & (bound >= lowest)
@@ -200,8 +199,9 @@ def _begin(
 
 @triton.jit
 def _narrow(low, high, found, enough, WAYS: tl.constexpr):
-    """The part of an interval of ranks that the border is in, by what was found above each pivot: above those before it
-    there is enough, above it not. Gives the pivot's number, and the part."""
+    """Narrows an interval of ranks to the part with the border. `found` holds what lies above each pivot: enough above
+    all pivots below this part, not enough above the pivot that ends it. Returns the number of that pivot, and the part.
+    """
     each = tl.arange(0, WAYS)
     step = (high - low + WAYS - 1) // WAYS
     is_pivot = (low + (each + 1) * step < high) & (each < WAYS - 1)
@@ -216,8 +216,8 @@ def _at(found, number, WAYS: tl.constexpr):
 
 @triton.jit
 def _counted(counting, counts, top_k, row, WAYS: tl.constexpr):
-    """The search for top_k's border after a round whose counts are complete: a rank that is too low for it, and one
-    that is not; how many logits are above the first, and how many above the second.
+    """State of the search for the top_k border after a round with complete counts: a rank that is too low for the
+    border, a rank that is not, and the number of logits above each of the two.
     """
     at = counting + row * COUNTING
     low, high, below, count = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
@@ -230,15 +230,15 @@ def _counted(counting, counts, top_k, row, WAYS: tl.constexpr):
 
 @triton.jit
 def _weighed(weighing, masses, top_p, row, top, heat, SHIFT: tl.constexpr, WAYS: tl.constexpr):
-    """The search for top_p's border after a round whose masses are complete: a rank that is too low for it, and one
-    that is not; the mass above the second; what the mass above the border has to fall short of; and of top_k's border
-    its rank and how many of those there are kept.
+    """State of the search for the top_p border after a round with complete masses: a rank that is too low for the
+    border; a rank that is not; the mass above the second rank; the target, which the mass above the border must not
+    reach; the rank of the top_k border; and the number of logits kept at that rank.
     """
     at = weighing + row * WEIGHING
     low, high, mass = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     target, border, ties = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
     found = tl.load(masses + row * WAYS + tl.arange(0, WAYS))
-    if target < 0:  # the first round has weighed what top_k leaves
+    if target < 0:  # the first round has added up the mass that top_k keeps
         left = _at(found, WAYS - 1, WAYS).to(tl.float64)
         left += mass_of(ties, border.to(tl.int32), top, heat, SHIFT)
         target = _target_of(left, _share_of(top_p, row))
@@ -249,13 +249,13 @@ def _weighed(weighing, masses, top_p, row, top, heat, SHIFT: tl.constexpr, WAYS:
 
 @triton.jit
 def _turn(border, ties, target, top_k, top_p, row, top, heat, vocab, SHIFT: tl.constexpr):
-    """The search for top_p's border, begun: the interval, and the target, -1 if it is to be weighed."""
+    """Starts the search for the top_p border. Returns the interval and the target (-1: the first round finds it)."""
     share = _share_of(top_p, row)
-    # Less likely than this, all tokens together have less than half of what top_p may leave out.
+    # All tokens less likely than this have together less than half of the probability that top_p may leave out.
     tokens = tl.minimum(tl.load(top_k + row), vocab)
     unlikely = tl.log((tl.maximum(1 - share, 1e-6) / (2.0 * tokens)).to(tl.float32))
     bound = rank_of(top + unlikely * tl.where(heat > 0, heat, 1.0), SHIFT).to(tl.int64)
-    is_asked = share < 1  # otherwise top_k's border is that of top_p
+    is_asked = share < 1  # otherwise the top_p border is the top_k border
     low = tl.where(is_asked, tl.maximum(border, bound), border) - 1
     high = tl.where(is_asked, rank_of(top, SHIFT).to(tl.int64), border)
     return low, high, tl.where(is_asked, target, EVERYTHING)
@@ -263,7 +263,7 @@ def _turn(border, ties, target, top_k, top_p, row, top, heat, vocab, SHIFT: tl.c
 
 @triton.jit
 def _ranks(logits, row, tile, vocab, stride, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """A tile's logits and their ranks; what is beyond the vocabulary ranks below all."""
+    """The logits of a tile and their ranks. Places beyond the vocabulary rank below all logits."""
     tokens = tile * TILE + tl.arange(0, TILE)
     values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
     return values, tl.where(tokens < vocab, rank_of(values, SHIFT), -2147483648)
@@ -286,7 +286,7 @@ def _count(
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """One round of some tiles of one row: how many logits are above each pivot."""
+    """One round over some tiles of one row: counts the logits above each pivot."""
     row = tl.program_id(1).to(tl.int64)
     at = counting + row * COUNTING
     if number == 0:
@@ -336,7 +336,7 @@ def _weigh(
     TILES: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """One round of some tiles of one row: how much probability is above each pivot."""
+    """One round over some tiles of one row: adds up the probability above each pivot."""
     row = tl.program_id(1).to(tl.int64)
     heat = tl.load(temperature + row)
     top = _top_of(highest, row, tiles, TILES)
@@ -360,7 +360,7 @@ def _weigh(
         tl.store(at + 5, ties)
     step = (high - low + WAYS - 1) // WAYS
     pivots = tl.minimum(high - low, WAYS).to(tl.int32) - 1
-    lowest_of_all = low + step  # of the ranks that something is to be weighed above
+    lowest_of_all = low + step  # lowest rank above which probability is added up
     if target < 0:
         lowest_of_all = tl.minimum(lowest_of_all, border)
     each = tl.arange(0, WAYS)
@@ -400,7 +400,7 @@ def _measure(
     TILES: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """The border that was found, and what some tiles have above it and there."""
+    """Stores the border that was found; and for some tiles the mass above it and the number of logits at it."""
     row = tl.program_id(1).to(tl.int64)
     heat = tl.load(temperature + row)
     top = _top_of(highest, row, tiles, TILES)

@@ -1,4 +1,4 @@
-"""The tensors behind the block ids."""
+"""The tensors of the KV cache."""
 
 from weft.kv.pool import KVPool, block_bytes
 

@@ -1,11 +1,11 @@
-"""KVPool: the tensors behind the block ids on one device."""
+"""KVPool: the tensors of the KV cache on one device. A block id indexes them."""
 
 import torch
 from torch import Tensor
 
 
 class KVPool:
-    """Keys and values of every layer in blocks: k[layer][block, offset, kv_head, head_dim], v alike."""
+    """Keys and values of every layer, in blocks: k[layer][block, offset, kv_head, head_dim], and v the same."""
 
     def __init__(
         self,
@@ -21,18 +21,18 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        # Left as it comes: on a CPU, pages cost nothing before they are used. Backends must not let what nobody wrote,
-        # or what an earlier owner left, reach a result: 0 times NaN is NaN.
+        # Not initialised: on a CPU, memory pages cost nothing before they are used. Backends must not let unwritten or
+        # stale values reach a result: 0 times NaN is NaN.
         self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     def fill(self) -> None:
-        """Random numbers everywhere, on a GPU within a second: for measurements that read blocks nobody wrote."""
+        """Fills all blocks with random numbers (a GPU takes under 1 s), for measurements that read unwritten blocks."""
         for tensor in (*self.k, *self.v):
             tensor.normal_()
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores one token's k and v per place; a place is block * block_size + offset."""
+        """Stores k and v of one token per place. A place is block * block_size + offset."""
         self.k[layer].view(-1, *k.shape[1:]).index_copy_(0, places, k)
         self.v[layer].view(-1, *v.shape[1:]).index_copy_(0, places, v)
 
@@ -44,5 +44,5 @@ class KVPool:
 
 
 def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """What one block costs over all layers."""
+    """Bytes of one block over all layers."""
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize

@@ -1,1 +1,1 @@
-"""Load: asks any OpenAI-compatible server for answers, as many users would, and tells what they saw."""
+"""Load tests: send requests to any OpenAI-compatible server as many users would, and report what the users see."""

@@ -1,4 +1,4 @@
-"""What is sent: one request of a run."""
+"""Ask: one request of a run."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,6 @@ from dataclasses import dataclass
 class Ask:
     at: float  # seconds from the start of the run; in a closed loop only the order counts
     prompt: str
-    prompt_tokens: int  # by the server's tokenizer, whatever it puts around the prompt included
-    output_tokens: int  # wanted; the model's end of text is ignored where the server can
-    ids: tuple[int, ...] = ()  # a prompt of token ids, in the place of the text; for completions only
+    prompt_tokens: int  # by the server's tokenizer, including tokens that the server adds around the prompt
+    output_tokens: int  # requested; the model's end of text is ignored if the server supports that
+    ids: tuple[int, ...] = ()  # token ids, sent instead of the text; for completions only

@@ -1,4 +1,4 @@
-"""Client: sends one request to an OpenAI-compatible server and notes when each piece of the answer came."""
+"""Client: sends requests to an OpenAI-compatible server and records when each chunk of the answer arrives."""
 
 import asyncio
 import math
@@ -14,8 +14,8 @@ from weft.errors import EngineError
 from weft.load.ask import Ask
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a chat's delta: whatever a reader would see
-# What helps measuring and not every server knows, in the order in which it is given up.
+CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")  # fields of a chat delta that a reader would see
+# Optional fields that help to measure. Not every server accepts them: `meet` takes the first set that is accepted.
 EXTRAS: tuple[dict[str, Any], ...] = (
     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "ignore_eos": True},
     {"stream_options": {"include_usage": True}, "ignore_eos": True},
@@ -23,37 +23,37 @@ EXTRAS: tuple[dict[str, Any], ...] = (
     {"ignore_eos": True},
     {},
 )
-# What a body that is no JSON raises. ValueError: bytes that are no UTF-8; RecursionError: brackets without end.
+# Errors for a body that is not JSON. ValueError: bytes that are not UTF-8; RecursionError: brackets nested too deep.
 NO_JSON = (msgspec.DecodeError, ValueError, RecursionError)
-REFUSED = (429, 503)  # statuses with which a server says that it is too busy for a request
+REFUSED = (429, 503)  # HTTP statuses of a server that is too busy for a request
 HELLO = Ask(0.0, "Hello", 1, 2)
-COUNTED_AT_ONCE = 16  # texts whose tokens are counted at the same time
+COUNTED_AT_ONCE = 16  # concurrent requests that count tokens
 
 
 @dataclass(slots=True)
 class Reply:
-    """What came of one request. Times are seconds from the start of the run."""
+    """The result of one request. Times are seconds from the start of the run."""
 
     number: int
     due: float  # when it was to be sent
-    prompt_tokens: int  # asked for; then what the server says
+    prompt_tokens: int  # the requested number, until the server reports its count
     sent: float = math.nan
     times: list[float] = field(default_factory=list)  # of every chunk that has content
-    end: float = math.nan  # of the whole answer, or of the attempt
+    end: float = math.nan  # of the whole answer, or of the failed attempt
     output_tokens: int = 0
     cached_tokens: int | None = None
-    error: str = ""  # in words; "": all is well
-    status: int = 0  # of HTTP; 0: none came
-    server: dict[str, Any] | None = None  # what weft tells of its own times
-    has_finished: bool = False  # a reason was given why there is no more
-    free: float = 0.0  # when it might be sent at the earliest, where only so many may be under way
+    error: str = ""  # message; "": no error
+    status: int = 0  # HTTP status; 0: no response
+    server: dict[str, Any] | None = None  # times that a weft server reports
+    has_finished: bool = False  # the server gave a finish_reason
+    free: float = 0.0  # earliest time at which the concurrency limit allowed sending
     begun: float = math.nan  # when the first choice came, with content or without
-    asked_input: int = 0  # tokens; 0: nothing is known of it
+    asked_input: int = 0  # requested tokens; 0: not known
     asked_output: int = 0
-    is_without_usage: bool = False  # the server did not count the output tokens: every chunk is taken for one
-    retry_after: float | None = None  # seconds, of a refusal: when to ask again, as the server says
+    is_without_usage: bool = False  # the server reported no output tokens: every chunk counts as one token
+    retry_after: float | None = None  # seconds: the server's Retry-After of a refusal
     retries: int = 0  # attempts before this one, all refused
-    retry_wait: float = 0.0  # seconds from when the first attempt was to be sent until this one was
+    retry_wait: float = 0.0  # seconds from the due time of the first attempt to the due time of this one
 
     @property
     def is_complete(self) -> bool:
@@ -61,7 +61,7 @@ class Reply:
 
 
 class ClientSettings(NamedTuple):
-    """All that a client in another process needs to send the same requests."""
+    """Everything that a client in another process needs to send the same requests."""
 
     base: str
     model: str
@@ -74,7 +74,7 @@ class ClientSettings(NamedTuple):
 
 
 class Client:
-    """A server, a model, and the form of requests that they understand. Use it as a context."""
+    """Connection to one server: its model, and the request fields that it accepts. Use it as a context manager."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Client:
         always: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.clock = clock  # not the event loop's, which may be as coarse as a millisecond
+        self.clock = clock  # not the event loop's clock: its resolution may be only 1 ms
         self.base = url.rstrip("/").removesuffix("/v1")
         self.model = model or ""
         self.endpoint = endpoint
@@ -102,7 +102,7 @@ class Client:
 
     @property
     def settings(self) -> ClientSettings:
-        """After `meet`: with the model and the fields that the server understands."""
+        """Settings for `Client.of`. Complete after `meet`, which finds the model and the accepted fields."""
         timeout = self._timeout.total or math.inf
         return ClientSettings(
             self.base, self.model, self.endpoint, self._key, self.temperature, timeout, self._always, self._extras
@@ -110,14 +110,14 @@ class Client:
 
     @classmethod
     def of(cls, settings: ClientSettings) -> "Client":
-        """A client like the one whose settings these are; it need not `meet` the server."""
+        """A client with these settings. It need not call `meet`."""
         base, model, endpoint, key, temperature, timeout, always, extras = settings
         client = cls(base, model, endpoint=endpoint, key=key, temperature=temperature, timeout=timeout, always=always)
         client._extras = extras
         return client
 
     async def __aenter__(self) -> "Client":
-        connector = aiohttp.TCPConnector(limit=0)  # whoever is to be sent now is sent now
+        connector = aiohttp.TCPConnector(limit=0)  # no limit: requests never wait for a connection
         self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
         return self
 
@@ -127,13 +127,13 @@ class Client:
 
     @property
     def asks_to_ignore_eos(self) -> bool:
-        """Whether answers are asked to go on beyond the model's end of text; a server may refuse that."""
+        """Whether requests set ignore_eos. A server may reject that field."""
         return "ignore_eos" in self._extras
 
     async def meet(self, first: Ask = HELLO) -> None:
-        """Finds out which models there are and what the server understands; an error says what is wrong.
+        """Finds the server's model and the request fields that it accepts. Raises EngineError if it cannot serve.
 
-        `first` is what it is asked for that.
+        `first` is the request that is sent to find this out.
         """
         known = await self._models()
         if not self.model:
@@ -147,13 +147,13 @@ class Client:
             reply = await self.send(first, 0, self.clock(), 0.0)
             if reply.status != 400 and reply.status != 422:
                 break
-        if reply.status != 200 and reply.retry_after is None:  # one that is only busy is up, and has understood
+        if reply.status != 200 and reply.retry_after is None:  # with Retry-After, the server is up and only busy
             raise EngineError(f"{self.base} does not answer a first request: {reply.error}")
 
     async def send(self, ask: Ask, number: int, start: float, due: float, reply: Reply | None = None) -> Reply:
-        """One request, now. `start` is the run's start on the clock, `due` seconds after it.
+        """Sends one request now. `start` is the run's start on the clock; `due` is in seconds after it.
 
-        A `reply` that is given is filled in as the answer comes.
+        If `reply` is given, it is filled in while the answer arrives.
         """
         assert self._session is not None
         reply = Reply(number, due, ask.prompt_tokens) if reply is None else reply
@@ -170,14 +170,14 @@ class Client:
                     await _read(response, reply, start, self.clock)
         except TimeoutError:
             reply.error = f"no answer within {self._timeout.total:g} s"
-        except Exception as error:  # whatever it is: a request that was sent must not be missing in the figures
+        except Exception as error:  # any error: a request that was sent must not be missing from the figures
             reply.error = _named(error)
         if math.isnan(reply.end):
             reply.end = self.clock() - start
         return reply
 
     async def count(self, texts: list[str]) -> list[int]:
-        """Tokens of prompts as the server counts them: through /tokenize, or told by the usage of an answer."""
+        """Token counts of prompts by the server: from /tokenize, or else from the usage of an answer."""
         gate = asyncio.Semaphore(COUNTED_AT_ONCE)
 
         async def one(text: str) -> int:
@@ -191,7 +191,7 @@ class Client:
         return list(await asyncio.gather(*map(one, texts)))
 
     async def get(self, path: str) -> Any:
-        """A JSON document of the server's, None where there is none."""
+        """A JSON document of the server; None if it has none at this path."""
         assert self._session is not None
         try:
             async with self._session.get(self.base + path) as response:
@@ -224,7 +224,7 @@ class Client:
                 count = found["count"] if "count" in found else len(found["tokens"])
             except (*NO_JSON, KeyError, TypeError):
                 return None
-            return count if isinstance(count, int) and count > 0 else None  # llama.cpp's wants another field
+            return count if isinstance(count, int) and count > 0 else None  # llama.cpp expects another field
 
     async def _used(self, text: str) -> int:
         assert self._session is not None
@@ -252,7 +252,7 @@ Clock = Callable[[], float]
 
 
 async def _read(response: aiohttp.ClientResponse, reply: Reply, start: float, clock: Clock) -> None:
-    """Takes the events of a stream in. What arrives together has one time."""
+    """Reads the events of a stream into `reply`. Events that arrive together get the same time."""
     rest, ended = b"", False
     async for data in response.content.iter_any():
         now = clock() - start
@@ -265,7 +265,7 @@ async def _read(response: aiohttp.ClientResponse, reply: Reply, start: float, cl
     if not reply.error and not ended:
         reply.error = f"the stream was cut after {len(reply.times)} chunks"
     if not reply.error and not reply.times and reply.has_finished and reply.output_tokens:
-        reply.times.append(reply.begun)  # all of its tokens have no text: an end of text, or a part of a character
+        reply.times.append(reply.begun)  # no token has text: an end of text, or a part of a character
     if not reply.error and not reply.times:
         reply.error = "the answer has no content"
     if not reply.output_tokens:
@@ -273,7 +273,7 @@ async def _read(response: aiohttp.ClientResponse, reply: Reply, start: float, cl
 
 
 def _take(event: bytes, reply: Reply, now: float) -> bool:
-    """One event; whether it is the end."""
+    """Reads one event into `reply`. Returns whether the stream ends with it."""
     lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
     if not lines:
         return False
@@ -307,7 +307,7 @@ def _take(event: bytes, reply: Reply, now: float) -> bool:
 
 
 def _whole(value: object) -> int | None:
-    """Servers put all kinds of things where a number should be."""
+    """The value if it is an int, else None: servers send all kinds of values here."""
     return value if isinstance(value, int) else None
 
 
@@ -319,18 +319,18 @@ def _has_content(choice: dict[str, Any]) -> bool:
 
 
 def _named(error: Exception) -> str:
-    """In one line."""
+    """The error as one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _retry_after(status: int, header: str | None) -> float | None:
-    """Seconds until a refused request may be sent again; None where it is no refusal, or the server does not say."""
+    """Seconds until a refused request may be sent again; None if it is not a refusal or has no such header."""
     if status not in REFUSED or header is None:
         return None
     try:
         seconds = float(header)
-    except ValueError:  # a date, which no server of language models sends
+    except ValueError:  # a date, which LLM servers do not send
         return None
     return seconds if math.isfinite(seconds) else None
 

@@ -1,4 +1,4 @@
-"""Drive: sends all requests of a run, each when it is due, or as fast as answers come."""
+"""Drive: sends all requests of a run, each when it is due (open loop) or as fast as answers arrive (closed loop)."""
 
 import asyncio
 import math
@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 from weft.load.ask import Ask
 from weft.load.client import Client, Reply
 
-LEAST_WAIT, MOST_WAIT = 0.05, 30.0  # seconds before a refused request is sent again, whatever the server says
-EARLY = 1e-4  # seconds by which a request may be sent too soon
+LEAST_WAIT, MOST_WAIT = 0.05, 30.0  # limits, in seconds, on the server's Retry-After
+EARLY = 1e-4  # seconds by which a request may be sent too early
 
 
 @dataclass
 class Run:
-    """What is known of a run, while it lasts and afterwards. Times are seconds from its start."""
+    """The state of a run, during and after it. Times are seconds from its start."""
 
-    replies: list[Reply] = field(default_factory=list)  # in the order of their ends
+    replies: list[Reply] = field(default_factory=list)  # in order of completion
     sent: int = 0
     planned: int | None = None  # None: as many as the time allows
-    seconds: float = 0.0  # until the last answer, or until it was interrupted
+    seconds: float = 0.0  # until the last answer, or until the interruption
     was_interrupted: bool = False
-    left_out: int = 0  # requests longer than the model's context, and so not among the planned
-    unanswered: dict[int, float] = field(default_factory=dict)  # when those that have no answer yet were due, by number
+    left_out: int = 0  # requests longer than the model's context; not counted in `planned`
+    unanswered: dict[int, float] = field(default_factory=dict)  # due times of requests without an answer, by number
 
     @property
     def in_flight(self) -> int:
@@ -31,7 +31,10 @@ class Run:
 
 
 class _Places:
-    """So many may be under way. Whoever leaves notes when: the next one may take long to wake up, and that is lag."""
+    """A semaphore for requests in flight that records when each place became free.
+
+    The time from then until the next request wakes up is client lag.
+    """
 
     def __init__(self, count: int, now: Callable[[], float]) -> None:
         self._gate = asyncio.Semaphore(count)
@@ -39,7 +42,7 @@ class _Places:
         self._free_since = deque([-math.inf] * count)
 
     async def take(self) -> float:
-        """Since when the place was free; first that which is free the longest."""
+        """Waits for a place. Returns since when it was free; the place that was free longest is taken first."""
         await self._gate.acquire()
         return self._free_since.popleft()
 
@@ -60,18 +63,19 @@ async def drive(
     progress: Callable[[], None] = lambda: None,
     start: float | None = None,
 ) -> Run:
-    """All answers. `duration` bounds the time in which requests are sent; those under way are waited for.
+    """Sends the requests and waits for all answers. `duration` limits the time in which requests are sent.
 
-    In an open loop a request is due at its time, however slow the server is: a stalled server shows in all who come
-    meanwhile. `concurrency` bounds those under way; who waits for that is late from when it was due. In a closed loop
-    a request is due when one of `concurrency` users has had the answer before, or at the start.
+    Open loop: a request is due at its time, however slow the server is. So a stall of the server shows in the latency
+    of every request that arrives meanwhile. `concurrency` limits the requests in flight; a request that waits for a
+    place is measured from its due time. Closed loop: a request is due when one of `concurrency` users has its previous
+    answer, or at the start.
 
-    A request that is refused (429 or 503) with a Retry-After is sent again after that time, for `retry_for` seconds
-    from when it was first due, and within the `duration`. The last attempt is its reply: all times are that attempt's,
-    as each is a request of its own to the server. Its place among `concurrency` is kept meanwhile.
+    A request that is refused (429 or 503) with a Retry-After is sent again after that time, for at most `retry_for`
+    seconds from its first due time, and within `duration`. The reply is that of the last attempt, and so are all its
+    times, because each attempt is a separate request for the server. The request keeps its place among `concurrency`
+    meanwhile.
 
-    `start` is when the run starts on the client's clock, where it is not now. Cancelled, it leaves what is known in
-    `run`.
+    `start` is the run's start on the client's clock (default: now). If cancelled, `run` keeps the results so far.
     """
     run = Run() if run is None else run
     run.planned = len(asks) if open_loop or duration == math.inf else None
@@ -79,7 +83,7 @@ async def drive(
     start = clock() if start is None else start
     tasks: set[asyncio.Task[None]] = set()
     places = _Places(min(concurrency, len(asks)), lambda: clock() - start) if concurrency is not None else None
-    begun = 0  # how many have had their turn: they are sent, or wait for a place
+    begun = 0  # requests with a task: sent, or waiting for a place
 
     async def one(ask: Ask, number: int, due: float) -> None:
         free = max(due, await places.take()) if places is not None and open_loop else due
@@ -99,7 +103,7 @@ async def drive(
             if open_loop:
                 if ask.at > duration:
                     break
-                while (wait := ask.at - (clock() - start)) > EARLY:  # a sleep may end too soon
+                while (wait := ask.at - (clock() - start)) > EARLY:  # a sleep may end early
                     await asyncio.sleep(wait)
                 due = ask.at
             else:
@@ -116,7 +120,7 @@ async def drive(
             await asyncio.gather(*tasks)
     except asyncio.CancelledError:
         run.was_interrupted = True
-        if open_loop:  # a client that is late may not have come to all that were due
+        if open_loop:  # a late client may not have started all requests that were due
             now = min(clock() - start, duration)
             run.unanswered |= {number: ask.at for number, ask in enumerate(asks) if number >= begun and ask.at <= now}
         for task in tasks:
@@ -129,7 +133,7 @@ async def drive(
 
 
 async def _answer(client: Client, ask: Ask, number: int, start: float, due: float, until: float) -> Reply:
-    """The reply to the last attempt: none begins after `until`, in seconds from the start of the run."""
+    """The reply to the last attempt. No attempt begins after `until`, in seconds from the start of the run."""
     reply = await client.send(ask, number, start, due)
     while reply.retry_after is not None:
         again = reply.end + min(max(reply.retry_after, LEAST_WAIT), MOST_WAIT)

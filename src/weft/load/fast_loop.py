@@ -1,4 +1,4 @@
-"""The event loop of clients that measure."""
+"""The event loop of measuring clients."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,7 +8,7 @@ R = TypeVar("R")
 
 
 def on_fast_loop(measuring: Coroutine[Any, Any, R]) -> R:
-    """Runs to the end on the fastest event loop that there is."""
+    """Runs a coroutine to its end on uvloop if it is installed, else on asyncio."""
     try:
         import uvloop
     except ImportError:

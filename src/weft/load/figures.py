@@ -1,6 +1,6 @@
-"""Figures: what a run says, with the definitions that are printed in every report.
+"""Figures: the numbers of a run, and their definitions, which every report prints.
 
-The JSON reads like that of vLLM's benchmark: the same names where the meaning is the same.
+The JSON uses the names of vLLM's benchmark where the meaning is the same.
 """
 
 import math
@@ -18,8 +18,8 @@ from weft.load.client import Reply
 from weft.load.drive import Run
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
-OTHER = 0.01  # share by which lengths may differ from those asked for before it is told
-KEPT = 0.99  # share of a request's gaps that must be within a goal for gaps
+OTHER = 0.01  # relative difference from the requested total tokens above which a caveat is shown
+KEPT = 0.99  # share of a request's gaps that must be within the gap goal
 DEFINITIONS = {
     "ttft": "from when a request was to be sent to its first content (reasoning and tool calls included)",
     "gap": "time between successive tokens, of all requests together; a chunk of k tokens is one gap and k - 1 zeros",
@@ -33,7 +33,7 @@ Array = NDArray[np.float64]
 
 
 class Goals(NamedTuple):
-    """Milliseconds that a request must keep all of to count as good; infinite where nothing is asked."""
+    """Latency goals in milliseconds. A good request meets all of them. Infinite: no goal."""
 
     ttft: float = math.inf
     tpot: float = math.inf
@@ -42,7 +42,7 @@ class Goals(NamedTuple):
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> "Goals":
-        """From `ttft:1000 tpot:50 gap:100`."""
+        """Parses goals such as `ttft:1000 tpot:50 gap:100`."""
         found: dict[str, float] = {}
         for text in texts:
             name, _, value = text.partition(":")
@@ -61,15 +61,15 @@ class Goals(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a run that counts, in seconds: from its begin to just before its end.
+    """The part of a run that counts: begin <= time < end, in seconds.
 
-    Latencies and shares are of the requests that were due in it, rates of those that ended in it.
+    Latencies and shares count requests that were due in it. Rates count requests that ended in it.
     """
 
     begin: float
     end: float
-    is_part: bool = False  # whether something is left out
-    has_cooldown: bool = True  # whether what is due at the end or later is left out
+    is_part: bool = False  # whether part of the run is left out
+    has_cooldown: bool = True  # whether requests that are due at `end` or later are left out
 
     @classmethod
     def of(cls, replies: Sequence[Reply], warmup: float, cooldown: float) -> "Window":
@@ -96,12 +96,12 @@ def ttft(reply: Reply) -> float:
 
 
 def lag(reply: Reply) -> float:
-    """By how much the client was late, not counting what it waited for others to end."""
+    """Seconds by which the client sent the request late, without the wait for the concurrency limit."""
     return max(0.0, reply.sent - max(reply.due, reply.free))
 
 
 def tpot(reply: Reply) -> float:
-    """NaN for an answer of one token."""
+    """Seconds per output token after the first; NaN for an answer of one token."""
     return (reply.end - reply.times[0]) / (reply.output_tokens - 1) if reply.output_tokens > 1 else math.nan
 
 
@@ -119,13 +119,13 @@ def is_good(reply: Reply, goals: Goals) -> bool:
 
 
 def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, Any]:
-    """All of a run that is a number, ready for JSON; NaN is None there."""
+    """All numbers of a run, ready for JSON; a missing value is None."""
     inside = [reply for reply in run.replies if window.holds(reply.due)]
     done = [reply for reply in inside if reply.is_complete]
     seconds = _seconds(run, window, inside)
     read, written = sum(reply.prompt_tokens for reply in done), sum(reply.output_tokens for reply in done)
     ended = done
-    if window.is_part:  # what came to its end within the window, whenever it began: the queue before is the queue after
+    if window.is_part:  # count requests that ended in it, whenever they began: its queue is the same at both ends
         seconds = window.end - window.begin
         ended = [reply for reply in run.replies if reply.is_complete and window.begin <= reply.end < window.end]
     rates = [sum(getattr(reply, name) for reply in ended) for name in ("prompt_tokens", "output_tokens")]
@@ -176,7 +176,7 @@ def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, A
 
 
 def caveats(found: dict[str, Any]) -> list[str]:
-    """What of a run was otherwise than asked for, in words. Files of older versions do not tell."""
+    """Sentences on how a run differs from what was requested. Files of older versions lack some of the keys."""
     told = []
     if left_out := found.get("left_out_too_long"):
         told.append(f"{left_out} requests were left out, as they are longer than the model's context")
@@ -197,7 +197,7 @@ def caveats(found: dict[str, Any]) -> list[str]:
 
 
 def _other(found: dict[str, Any], side: str, what: str) -> str:
-    """Says that lengths are not those that were asked for, where that is so."""
+    """A sentence if total lengths differ from the requested ones by more than OTHER, else an empty string."""
     asked, got = found.get(f"requested_{side}_tokens") or 0, found.get(f"total_{side}_tokens") or 0
     differing = found.get(f"completed_with_other_{side}")
     if not differing or abs(got - asked) <= OTHER * asked:
@@ -209,7 +209,10 @@ def _other(found: dict[str, Any], side: str, what: str) -> str:
 
 
 def _asked(done: list[Reply]) -> dict[str, int]:
-    """Tokens that were asked for, and how many requests got others. A chunk that is taken for a token says nothing."""
+    """Requested tokens, and the number of requests with other lengths than requested.
+
+    Replies without usage are not compared, because their chunks only count as tokens.
+    """
     known = [reply for reply in done if reply.asked_output and not reply.is_without_usage]
     return {
         "requested_input_tokens": sum(reply.asked_input for reply in done),
@@ -220,7 +223,7 @@ def _asked(done: list[Reply]) -> dict[str, int]:
 
 
 def _cached(done: list[Reply]) -> dict[str, int]:
-    """Prompt tokens that came from the server's cache, where it tells; a weft tells it of all requests or of none."""
+    """Prompt tokens from the server's prefix cache, if the server reports them. weft reports them for all or none."""
     told = [reply.cached_tokens for reply in done if reply.cached_tokens is not None]
     if not told and not any(reply.server for reply in done):
         return {}
@@ -228,10 +231,10 @@ def _cached(done: list[Reply]) -> dict[str, int]:
 
 
 def _server_side(done: list[Reply]) -> dict[str, Any]:
-    """What weft says of the same requests, where it is a weft: milliseconds in its queue, its prefill, its decoding.
+    """Times that a weft server reports for the same requests: milliseconds of queue, prefill, decode and TTFT.
 
-    `outside` is what is left of the client's time to the first token without its own lag and the server's part: the
-    network, and reading the request and writing the answer.
+    `outside` is the client's TTFT minus the client's lag and the server's TTFT: the network, reading the request, and
+    writing the answer.
     """
     told = [reply for reply in done if reply.server is not None and "ttft_ms" in reply.server]
     if not told:
@@ -246,9 +249,9 @@ def _server_side(done: list[Reply]) -> dict[str, Any]:
 
 
 def _grouped(errors: Iterable[str]) -> dict[str, int]:
-    """How often each was met; those that differ in numbers alone count as one, under the first of them.
+    """Counts of errors. Errors that differ only in numbers are counted together, under the first of them.
 
-    The status of HTTP in front is no such number: a 429 is another thing than a 503.
+    A leading HTTP status does not count as such a number: a 429 and a 503 stay apart.
     """
     first: dict[str, str] = {}
     counts = Counter(first.setdefault(_without_numbers(error), error) for error in errors)
@@ -274,13 +277,13 @@ def _labels() -> list[str]:
 
 
 def _seconds(run: Run, window: Window, inside: list[Reply]) -> float:
-    """From when the window begins until the last of its answers; rates are counted over this."""
+    """Seconds from the window's begin to the last of its answers: the time that rates are divided by."""
     ends = [reply.end for reply in inside if not math.isnan(reply.end)]
     return max(max(ends, default=run.seconds) - window.begin, 1e-9)
 
 
 def _sent_rate(replies: list[Reply]) -> float | None:
-    """Requests a second from the first that was sent to the last; None where there is no time between them."""
+    """Requests per second between the first and the last send time; None if both are equal."""
     times = [reply.sent for reply in replies if not math.isnan(reply.sent)]
     span = max(times, default=0.0) - min(times, default=0.0)
     return (len(times) - 1) / span if span > 0 else None

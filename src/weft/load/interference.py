@@ -1,4 +1,4 @@
-"""Interference, seen from outside: what streams that decode notice of somebody else's long prompts."""
+"""Interference, measured by a client: the effect of other requests' long prompts on streams that decode."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,27 +11,27 @@ from weft.errors import EngineError
 from weft.load.ask import Ask
 from weft.load.client import Client, Reply
 
-LOOK = 0.02  # seconds between looks at how far everybody is
+LOOK = 0.02  # seconds between checks of the streams' progress
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One run. Times are seconds; a gap is the time between two chunks of a stream."""
+    """Results of one run. Times are seconds; a gap is the time between two chunks of a stream."""
 
-    before: Array  # gaps from when all streams had begun until the first long prompt was due
-    during: Array  # from then until the last of them had its first token
+    before: Array  # gaps after all streams have begun and before the first long prompt is due
+    during: Array  # gaps from then until the last long prompt has its first token
     after: Array
     times: Array  # when the gaps of `during` ended, since the first long prompt was due
-    read: float  # until the last of the long prompts had its first token
+    read: float  # from then until the last long prompt had its first token
     ttfts: list[float]  # of the long prompts, from when each was to be sent
 
 
 async def interfere(
     client: Client, streams: Sequence[Ask], prompts: Sequence[Ask], *, quiet: float = 3.0, patience: float = 600.0
 ) -> Seen:
-    """Starts the streams, lets them decode for `quiet` seconds, sends each prompt at its time (`Ask.at`), and looks on
-    for `quiet` seconds more. The streams are cut off then: ask for more tokens than they need.
+    """Starts the streams, lets them decode for `quiet` seconds, and sends each prompt at its time (`Ask.at`). Measures
+    for `quiet` seconds more, then cancels the streams: request more tokens than they can produce in this time.
     """
     clock, start = client.clock, client.clock()
     decoding = [Reply(number, 0.0, ask.prompt_tokens) for number, ask in enumerate(streams)]
@@ -67,9 +67,9 @@ async def interfere(
         await asyncio.gather(*tasks, return_exceptions=True)
     gaps = np.concatenate([np.empty(0), *(np.diff(reply.times) for reply in decoding)])
     ends = np.concatenate([np.empty(0), *(reply.times[1:] for reply in decoding)])
-    decode = ends - gaps >= max(reply.times[0] for reply in decoding)  # before, other streams' prompts are read
+    decode = ends - gaps >= max(reply.times[0] for reply in decoding)  # earlier, other streams are still in prefill
     before, after = decode & (ends < began), ends - gaps >= ended
-    during = (ends >= began) & ~after  # a gap that spans the end of the reading belongs to it as well
+    during = (ends >= began) & ~after  # includes a gap that spans the end of the long prefills
     first = [reply.times[0] - reply.due for reply in answers]
     return Seen(gaps[before], gaps[during], gaps[after], ends[during] - began, ended - began, first)
 

@@ -1,4 +1,4 @@
-"""The live view of a run: a few lines on the terminal, four times a second. Standard output is for results."""
+"""The live view of a run: a few lines on stderr, four times per second. Standard output is for results."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from weft.load.drive import Run
 from weft.load.figures import gaps, lag, ttft
 
 EVERY = 0.25  # seconds
-RECENT = 200  # replies that the percentiles are of
+RECENT = 200  # the percentiles are over the last RECENT complete replies
 
 
 @contextlib.asynccontextmanager

@@ -1,7 +1,7 @@
 """Clients in several processes that share the requests of a run.
 
-One process reads about 10,000 tokens a second. Long before that, the tokens of one step wait for each other there, and
-what is measured is the client.
+One process reads about 10,000 tokens per second. Long before that limit, the tokens of one step queue up in the client,
+and the client is measured instead of the server.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ from weft.load.drive import Run, drive
 from weft.load.fast_loop import on_fast_loop
 
 MOST_PROCESSES = 6
-LEAD = 0.2  # seconds from the order to start until the start, so that every process has read its requests
-LOOK = 0.05  # seconds between looks at what the processes have
+LEAD = 0.2  # seconds from sending the requests to the processes until the start, so that all have read them
+LOOK = 0.05  # seconds between checks for replies
 
 
 def client_processes() -> int:
-    """How many processes to send from: a server and its engine need cores too."""
+    """Number of client processes. Leaves cores for the server and its engine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_PROCESSES, cores // 2 - 1))
 
 
 class ClientProcesses:
-    """Owns the processes. Use it as a context. With one, requests are sent by the caller's own process."""
+    """Owns the client processes. Use it as a context manager. With a count of 1, the caller's process sends."""
 
     def __init__(self, client: Client, count: int) -> None:
         self._client = client
@@ -56,14 +56,14 @@ class ClientProcesses:
                 self._pipes.append(ours)
                 self._processes.append(process)
             for pipe in self._pipes:
-                while not pipe.poll():  # until it has imported all it needs
+                while not pipe.poll():  # until the process has finished its imports
                     await asyncio.sleep(LOOK)
                 _received(pipe)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for pipe in self._pipes:
-            pipe.close()  # which ends its process
+            pipe.close()  # this ends the process
         for process in self._processes:
             await asyncio.to_thread(process.join, 5.0)
             if process.is_alive():
@@ -71,7 +71,7 @@ class ClientProcesses:
                 process.join()
 
     async def drive(self, asks: Sequence[Ask], run: Run) -> None:
-        """Sends all requests when they are due; see `drive`. `asks` are in the order of their times."""
+        """Sends all requests when they are due; see `drive`. `asks` are sorted by time."""
         if self._count == 1:
             await drive(self._client, asks, run=run)
             return
@@ -79,7 +79,7 @@ class ClientProcesses:
         start = clock() + LEAD
         numbers = [range(place, len(asks), self._count) for place in range(self._count)]
         for pipe, own in zip(self._pipes, numbers, strict=True):
-            with suppress(BrokenPipeError):  # its end is noticed below
+            with suppress(BrokenPipeError):  # a dead process is detected below
                 pipe.send((start, [asks[number] for number in own]))
         run.planned = len(asks)
         times = [ask.at for ask in asks]
@@ -99,7 +99,7 @@ class ClientProcesses:
 
 
 def _received(pipe: Connection) -> Reply | None:
-    """A reply, or None: a process is ready, or has all its replies."""
+    """A reply, or None if the process is ready or has sent all its replies."""
     try:
         found: Reply | None = pipe.recv()
     except (EOFError, ConnectionError):
@@ -108,8 +108,8 @@ def _received(pipe: Connection) -> Reply | None:
 
 
 def _work(settings: ClientSettings, pipe: Connection) -> None:
-    """The life of one process: runs are sent to it until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the process that reads the replies
+    """Main function of a client process: executes runs from the pipe until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it
     with suppress(EOFError, BrokenPipeError):
         on_fast_loop(_serve(settings, pipe))
 
@@ -120,7 +120,7 @@ async def _serve(settings: ClientSettings, pipe: Connection) -> None:
         while True:
             start, asks = pipe.recv()
             gc.collect()
-            gc.freeze()  # Python's collector is not to look at all prompts while times are taken
+            gc.freeze()  # keeps the garbage collector from scanning all prompts during the measurement
             run = Run()
             await drive(client, asks, run=run, start=start)
             for reply in run.replies:

@@ -1,6 +1,6 @@
-"""Prompts of an exact number of tokens, for a tokenizer that is only known through a function that counts.
+"""Prompts of an exact number of tokens, for a tokenizer that is only known through a function that counts tokens.
 
-They are made of atoms: words that add one token each, whichever of them came before.
+Prompts are made of atoms: words that add exactly one token each, whichever atom precedes them.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from weft.load.workload import Wish
 from weft.sim.traces import MOONCAKE_BLOCK
 from weft.text.tokenizer import Tokenizer
 
-# Counts the tokens of several texts as the server counts a prompt, everything that it puts around included. It may be
-# slow (one request a text), so it is asked seldom, and with many texts at a time.
+# Counts the tokens of several texts as the server counts a prompt, including all tokens that it adds around the text.
+# It may be slow (one request per text), so it is called rarely, and with many texts at a time.
 Count = Callable[[list[str]], Awaitable[list[int]]]
 
 LEAST_ATOMS = 16  # with fewer, prompts would hardly differ
-MIXTURES = 8  # texts that show whether atoms stay atoms in any order
+MIXTURES = 8  # random texts that check whether words stay one token each in any order
 MIXTURE_WORDS = 256
-MOST_ASKS = 1_000_000  # of a run that is bounded by its duration alone; nobody gets there
-MOST_CHECKED = 16  # prompts of a run whose lengths are checked
-HEAD_WORDS = 4  # before a given text: there are millions of ways to choose them
+MOST_ASKS = 1_000_000  # nominal length of a run that is only limited by its duration; never reached
+MOST_CHECKED = 16  # prompts per run with a checked token count
+HEAD_WORDS = 4  # words before a given text: there are millions of ways to choose them
 COMMON = """
 the of and to in is it you that he was for on are with as his they be at one have this from had by hot but some what
 there we can out other were all your when up use word how said an each she which do their time if will way about many
@@ -37,7 +37,7 @@ form much great think say help low line before turn cause same mean right boy ol
 well also play small end put home read hand large land here must big high such act why ask men change went light kind
 off need house try us again point mother world near build self earth father head stand own page should found answer
 """
-# Tokenizers with a vocabulary of words take the space along; those of bytes or characters count it on its own.
+# Tokenizers with a vocabulary of words include the space in the token; byte and character tokenizers count it as one.
 SPELLINGS = (
     tuple(f" {word}" for word in COMMON.split()),
     tuple(f" {letter}" for letter in string.ascii_letters),
@@ -50,7 +50,7 @@ class Atoms:
     """Words of one token each. A prompt of n of them has overhead + n tokens."""
 
     words: tuple[str, ...]
-    overhead: int  # tokens around every prompt: those of the chat template, the beginning of the text, and the like
+    overhead: int  # tokens that the server adds to every prompt: chat template, begin-of-text token, and the like
 
     @classmethod
     async def find(cls, count: Count) -> "Atoms":
@@ -70,28 +70,29 @@ class Atoms:
         return self.overhead + 1
 
     def text(self, tokens: int, random: Random) -> str:
-        """A prompt of exactly so many tokens, the overhead included."""
+        """A random prompt of exactly `tokens` tokens, including the overhead."""
         self._check(tokens)
         return "".join(random.choices(self.words, k=tokens - self.overhead))
 
     def block(self, identity: int, tokens: int, seed: int = 0) -> str:
-        """So many words, the same ones for an identity in all of a run: a shorter block begins a longer one."""
+        """A block of `tokens` words, the same for one identity during a run. Shorter blocks are prefixes of longer."""
         return "".join(Random(f"block {seed} {identity}").choices(self.words, k=tokens))
 
     def head(self, purpose: str, seed: int) -> str:
-        """A line for all given texts of a run to begin with: a prefix cache that has them behind another line has not
-        got these. What the texts have in common stays common.
+        """A first line for all given texts of a run. Another line makes the same texts miss the server's prefix cache.
+
+        Texts of one run that share a prefix still share it.
         """
         return "".join(Random(f"{purpose} {seed}").choices(self.words, k=HEAD_WORDS)) + "\n"
 
     def prompt(self, wish: Wish, number: int, seed: int) -> str:
-        """The text of a wish: a given one behind the run's head, or its shared blocks and then words that no other
-        `number` begins with.
+        """The prompt text of a wish: a given text after the run's head, or the shared blocks followed by words that
+        begin differently for every `number`.
         """
         if wish.text:
             return self.head("sent", seed) + wish.text
         self._check(wish.prompt_tokens)
-        parts, filled = [], self.overhead  # the overhead takes its place from the first block
+        parts, filled = [], self.overhead  # the overhead replaces part of the first block
         for place, identity in enumerate(wish.prefix_ids, start=1):
             end = min(place * MOONCAKE_BLOCK, wish.prompt_tokens)
             if end > filled:
@@ -100,9 +101,9 @@ class Atoms:
         return "".join([*parts, self._own(wish.prompt_tokens - filled, number, seed)])
 
     def again(self, prompt: str, wish: Wish, number: int, turn: int, seed: int) -> str:
-        """The prompt of a wish, which has the `number`, as long and behind other words: a prefix cache has not got it.
+        """The prompt of wish `number` with the same length but other first words, so that a prefix cache misses it.
 
-        Only these are new, as this is done while the run is under way.
+        Only the first words are new, because this runs during the measurement.
         """
         if wish.text:
             return self.head(f"sent {turn}", seed) + wish.text
@@ -111,7 +112,7 @@ class Atoms:
         return "".join(words) + prompt.removeprefix(self._own(tokens, number, seed))
 
     def _own(self, tokens: int, number: int, seed: int) -> str:
-        # The first two words count the prompts, so that a prefix cache finds no equal ones by accident.
+        # The first two words encode the prompt's number, so that no two prompts share a prefix by accident.
         second, first = divmod(number + seed, len(self.words))
         head = [self.words[first], self.words[second % len(self.words)]]
         return "".join([*head, *Random(f"own {seed} {number}").choices(self.words, k=tokens)][:tokens])
@@ -125,9 +126,9 @@ class Atoms:
 
 
 async def _in_a_row(candidates: Sequence[str], count: Count) -> list[Atoms]:
-    """The candidates that add one token for every time they are repeated, by the overhead that they agree on."""
-    # An empty prompt may be refused, so the overhead is what one word has beyond its token. It can depend on the word:
-    # a template may cut the first space off, and only some words are one token without it. The least comes first.
+    """Candidates that add one token with every repetition, grouped by overhead, the lowest overhead first."""
+    # An empty prompt may be refused, so the overhead is the count of a single word minus 1. It can depend on the word:
+    # a template may strip the leading space, and only some words are one token without it.
     counts = await count([word * times for word in candidates for times in (1, 2, 3)])
     by_overhead: dict[int, list[str]] = {}
     for word, one, two, three in zip(candidates, counts[0::3], counts[1::3], counts[2::3], strict=True):
@@ -137,31 +138,31 @@ async def _in_a_row(candidates: Sequence[str], count: Count) -> list[Atoms]:
 
 
 async def _in_any_order(atoms: Atoms, count: Count) -> Atoms:
-    """The atoms that stay such in a mixture; none where no cause is found."""
+    """The atoms that stay one token each in random order; none if the words that merge cannot be found."""
     random = Random(0)
     while len(atoms.words) >= LEAST_ATOMS:
         length = atoms.overhead + MIXTURE_WORDS
         if set(await count([atoms.text(length, random) for _ in range(MIXTURES)])) == {length}:
             return atoms
-        # Every word between all the others: how far it is off tells how many of them it does not go with.
+        # Each word between all the others: the error of the count shows with how many of them it merges.
         length = atoms.overhead + 2 * len(atoms.words) + 1
         counts = await count(["".join(word + other for other in atoms.words) + word for word in atoms.words])
         off = [abs(found - length) for found in counts]
-        # One word that merges with all the others puts each of them off a little: the worst go first.
+        # One word that merges with all the others gives each of them a small error, so only the worst are removed.
         kept = tuple(word for word, tokens in zip(atoms.words, off, strict=True) if 2 * tokens <= max(off))
         atoms = Atoms(kept if any(off) else (), atoms.overhead)
     return atoms
 
 
 async def counted(wishes: Sequence[Wish], atoms: Atoms, seed: int, count: Count) -> list[Wish]:
-    """Wishes of given texts with their lengths: a prompt's with all that is around it, an answer's of its text alone.
+    """Wishes of given texts with their lengths: of a prompt including the overhead, of an answer without it.
 
-    They are counted behind another head than they are sent with: a server that counts by answering keeps them in its
-    cache.
+    The texts are counted after another head than the one they are sent with: a server that counts by answering keeps
+    them in its prefix cache.
     """
     head = atoms.head("counted", seed)
     texts = [text for wish in wishes for text in (wish.text, wish.answer)]
-    # What a text of one token has beyond it is around all of them: the head, and what the server puts there.
+    # The count of a text of one token, minus 1, is the overhead of all texts: the head, and what the server adds.
     single, *tokens = await count([head + text for text in (atoms.words[0], *texts)])
     return [
         wish._replace(prompt_tokens=prompt, output_tokens=max(1, answer - (single - 1)))
@@ -170,8 +171,8 @@ async def counted(wishes: Sequence[Wish], atoms: Atoms, seed: int, count: Count)
 
 
 async def make_asks(wishes: Sequence[Wish], atoms: Atoms, seed: int, check: Count) -> list[Ask]:
-    """All wishes with their prompts. `check` counts a sample of the lengths of those that are made up, from the
-    shortest to the longest.
+    """One Ask with its prompt for each wish. `check` verifies the token counts of a sample of the generated prompts,
+    from the shortest to the longest.
     """
     made_up = [number for number, wish in enumerate(wishes) if not wish.text]
     by_length = sorted(made_up, key=lambda number: wishes[number].prompt_tokens)
@@ -188,12 +189,12 @@ async def make_asks(wishes: Sequence[Wish], atoms: Atoms, seed: int, check: Coun
     asks = []
     for number, wish in enumerate(wishes):
         asks.append(Ask(wish.at, atoms.prompt(wish, number, seed), wish.prompt_tokens, wish.output_tokens))
-        await asyncio.sleep(0)  # long prompts take their time, and Ctrl-C is heeded in between
+        await asyncio.sleep(0)  # long prompts take a while; lets Ctrl-C through
     return asks
 
 
 class Endless(Sequence[Ask]):
-    """Asks that begin anew with other words where they end, for a run that is to fill its time."""
+    """Asks that repeat with other first words, for a run that is limited by its duration."""
 
     def __init__(self, asks: Sequence[Ask], wishes: Sequence[Wish], atoms: Atoms, seed: int) -> None:
         assert not any(wish.prefix_ids for wish in wishes), "what is shared would not be any more"
@@ -219,12 +220,12 @@ class Endless(Sequence[Ask]):
 
 
 def _stand_in(wish: Wish, atoms: Atoms, number: int, seed: int) -> str:
-    """A prompt made as the wish's is, of other words: a server that counts by answering would keep it in its cache."""
+    """A prompt like the wish's, but of other words: a server that counts by answering would cache the real one."""
     return atoms.prompt(wish._replace(prefix_ids=tuple(~identity for identity in wish.prefix_ids)), number, seed)
 
 
 def local_count(directory: Path) -> Count:
-    """Counts with the tokenizer of a model's directory."""
+    """Returns a function that counts with the tokenizer in a model's directory."""
     tokenizer = Tokenizer.load(directory)
     if tokenizer is None:
         raise OptionError(f"{directory} has no tokenizer: name a directory with a tokenizer.json")

@@ -1,4 +1,4 @@
-"""Replay: a trace sent to a weft server as token ids, and what its users saw, in the simulator's terms."""
+"""Replay: sends a trace to a weft server as token ids, and returns the clients' times in the simulator's format."""
 
 import gc
 import math
@@ -22,19 +22,19 @@ from weft.sim.fidelity import Served
 from weft.sim.simulator import Played
 from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
 
-WARM_UPS = (0.25, 0.5, 0.75, 1.0)  # quantiles of the prompts' lengths: one request of each before the play
-WARM_TOKENS = 8  # of each of their answers
-PROBES, PROBE_TOKENS = 16, 500  # requests one by one, to find what a request takes outside of the engine
-# Streams at once and tokens of each, to find what handing out a token takes.
+WARM_UPS = (0.25, 0.5, 0.75, 1.0)  # quantiles of prompt lengths: one warm-up request of each before the run
+WARM_TOKENS = 8  # output tokens of each warm-up request
+PROBES, PROBE_TOKENS = 16, 500  # requests, sent one by one, that measure a request's time outside the engine
+# Concurrent streams, and tokens of each, that measure the time to deliver one token.
 STREAMS, STREAM_TOKENS = 32, 64
 TIMEOUT = 3600.0  # seconds for one answer: an overloaded policy that refuses nothing takes long
 
 
 def token_prompts(trace: Trace, vocab_size: int, words: int) -> tuple[Trace, list[tuple[int, ...]]]:
-    """Requests that warm an engine up, and prompts of random token ids: those of the trace, then those of the warm-up.
+    """Warm-up requests, and prompts of random token ids: first for the trace, then for the warm-up.
 
-    Other `words` are other ids. Prompts have in common what the simulator takes for cached: whole blocks with equal ids
-    at equal places.
+    `words` is a seed of the ids. Prompts share exactly the prefixes that the simulator treats as cached: whole blocks
+    with equal `prefix_ids` at equal indices.
     """
     lengths = np.quantile([arrival.prompt_tokens for arrival in trace.arrivals], WARM_UPS).astype(int).tolist()
     warm = Trace("warm-up", tuple(Arrival(0.0, length, WARM_TOKENS) for length in lengths))
@@ -62,12 +62,12 @@ async def replay(
     key: str | None = None,
     show: bool = False,
 ) -> Served:
-    """Sends all requests when they are due, after a few that warm the server up, and waits for all answers."""
+    """Warms the server up, sends all requests when they are due, and waits for all answers."""
     warm, prompts = token_prompts(trace, vocab_size, words)
     arrivals = (*trace.arrivals, *warm.arrivals)
     asks = [Ask(one.time, "", len(ids), one.output_tokens, ids) for one, ids in zip(arrivals, prompts, strict=True)]
     asks, first = asks[: len(trace.arrivals)], asks[len(trace.arrivals) :]
-    # Every token is a frame of its own, also where its text is a part of a character or nothing.
+    # With token ids every token is a separate frame, even if its text is empty or part of a character.
     async with Client(url, None, key=key, timeout=TIMEOUT, always={"return_token_ids": True}) as client:
         await client.meet(first[0])
         for number, ask in enumerate(first[1:]):
@@ -87,7 +87,7 @@ async def replay(
 
 
 async def _overhead(client: Client, vocab_size: int, words: int) -> float:
-    """Seconds of a time to first token that are spent outside of the engine, where nothing else runs."""
+    """Median seconds of a TTFT outside the engine, on an otherwise idle server."""
     found = []
     for number in range(PROBES):
         ids = tuple(_drawn([words, 2, number], PROBE_TOKENS, vocab_size).tolist())
@@ -99,8 +99,8 @@ async def _overhead(client: Client, vocab_size: int, words: int) -> float:
 
 
 async def _token(clients: ClientProcesses, vocab_size: int, words: int) -> float | None:
-    """Seconds between two tokens of one step at their clients: the server hands them out one by one, and the client
-    takes them in one by one. None where steps cannot be told apart."""
+    """Seconds between two tokens of one step at their clients: the server sends tokens one by one, and the client
+    reads them one by one. None if the steps cannot be told apart."""
     prompts = [tuple(_drawn([words, 3, number], 16, vocab_size).tolist()) for number in range(STREAMS)]
     asks = [Ask(0.0, "", len(ids), STREAM_TOKENS, ids) for ids in prompts]
     run = Run()
@@ -109,7 +109,7 @@ async def _token(clients: ClientProcesses, vocab_size: int, words: int) -> float
 
 
 def between_tokens(times: Sequence[Sequence[float]]) -> float | None:
-    """Seconds between two tokens of one step, by the times at which the tokens of each stream came."""
+    """Median seconds between two tokens of one step, from the token times of each stream."""
     if len(times) < 2:
         return None
     begun, ended = max(one[0] for one in times), min(one[-1] for one in times)
@@ -122,7 +122,7 @@ def between_tokens(times: Sequence[Sequence[float]]) -> float | None:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Keeps Python's collector from looking at all prompts while times are taken."""
+    """Keeps the garbage collector from scanning all prompts during the measurement."""
     gc.collect()
     gc.freeze()
     try:
@@ -132,7 +132,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def served_of(trace: Trace, replies: Sequence[Reply]) -> Served:
-    """The replies to the requests of a trace; `number` of a reply is the request's place in it."""
+    """The replies to a trace as a `Served`. The `number` of a reply is the request's index in the trace."""
     by_number = {reply.number: reply for reply in replies}
     answers = [by_number[number] for number in range(len(trace.arrivals))]
     told = [reply for reply in answers if reply.times and reply.server is not None]
@@ -156,10 +156,10 @@ def _played(trace: Trace, answers: Sequence[Reply]) -> Played:
         ttft=_array(answers, lambda reply: reply.times[0] - reply.due if reply.times else math.inf),
         finished=_array(answers, lambda reply: reply.times[-1] if reply.is_complete else math.inf),
         refused=np.array([reply.status in REFUSED for reply in answers]),
-        promised=np.ones(len(answers), np.bool_),  # a client is not told otherwise
+        promised=np.ones(len(answers), np.bool_),  # a client cannot know which requests had no target
         gap_owner=np.repeat(np.arange(len(answers)), [len(one) for one in between]),
         gaps=np.concatenate([np.empty(0), *between]),
-        steps=0,  # a client knows nothing of steps
+        steps=0,  # a client cannot see steps
         prefill_tokens=sum(reply.prompt_tokens for reply in answers if reply.is_complete) - cached,
         cached_tokens=cached,
         preemptions=int(sum(_server(reply, "preemptions") for reply in answers)),
@@ -171,12 +171,12 @@ def _array(answers: Sequence[Reply], value: Callable[[Reply], float]) -> NDArray
 
 
 def _server(reply: Reply, name: str) -> float:
-    """A number of the server's own account; 0 where there is none."""
+    """A number from the metrics that the server reports; 0 if it is missing."""
     return float((reply.server or {}).get(name) or 0.0)
 
 
 async def server_info(url: str, key: str | None = None) -> dict[str, Any]:
-    """What a weft server tells of itself."""
+    """The /server_info of a weft server."""
     async with Client(url, None, key=key) as client:
         found = await client.get("/server_info")
     if not isinstance(found, dict) or not isinstance(found.get("engine"), dict):

@@ -1,4 +1,4 @@
-"""Report: one or several load tests as one HTML file that needs nothing else, with charts as inline SVG."""
+"""Report: one or several load tests as one self-contained HTML file, with charts as inline SVG."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,16 +14,16 @@ import numpy as np
 from weft.load.client import Reply
 from weft.load.figures import Array, caveats, gaps, lag, ttft
 
-MOST_POINTS = 20_000  # of one chart; browsers become slow with more
-SLOWEST = 40  # requests whose time to the first token is taken apart
-LARGEST_RANGE = 1000.0  # what is this much smaller than the largest value is drawn at a log axis's edge
+MOST_POINTS = 20_000  # per chart; browsers become slow with more
+SLOWEST = 40  # requests in the TTFT breakdown
+LARGEST_RANGE = 1000.0  # values below the largest by more than this factor are drawn at the edge of a log axis
 WIDE_RANGE = 10.0  # lengths that differ by more than this factor get a log axis
-SMALL, HALF, WIDE = (384, 300), (572, 300), (1160, 330)  # pixels of a chart, width and height
+SMALL, HALF, WIDE = (384, 300), (572, 300), (1160, 330)  # width and height of a chart in pixels
 MISSING = "–"
-READ = ("number", "due", "prompt_tokens", "sent", "times", "end", "output_tokens", "server")  # of a saved request
+READ = ("number", "due", "prompt_tokens", "sent", "times", "end", "output_tokens", "server")  # keys of a saved request
 METRICS = {"ttft": "TTFT", "gap": "gap", "tpot": "TPOT", "e2el": "E2E", "lag": "client's lag"}
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
-COMPARED = {"p50": "circle", "p99": "diamond", "p99.9": "triangle"}  # each with the shape of its marker
+COMPARED = {"p50": "circle", "p99": "diamond", "p99.9": "triangle"}  # percentile and marker shape
 SHAPES = {
     "circle": "m-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0z",
     "diamond": "m0 -6l6 6l-6 6l-6 -6z",
@@ -31,7 +31,7 @@ SHAPES = {
     "square": "m-4.5 -4.5h9v9h-9z",
 }
 DASHES = ("none", "7 4", "2 3")  # for runs that share a colour, and for lines through several runs
-PARTS = {  # of a TTFT, in the order in which they pass, but for the last, which is before and after the server's
+PARTS = {  # parts of a TTFT in time order; except the last, which lies before and after the server's parts
     "place": "waiting for --max-concurrency",
     "lag": "client's lag before sending",
     "queue": "server: queue",
@@ -40,7 +40,7 @@ PARTS = {  # of a TTFT, in the order in which they pass, but for the last, which
     "rest": "network and client",
 }
 ROUND_NUMBERS = np.array([digit * 10.0**power for power in range(-4, 9) for digit in (1, 2, 5)])
-# The runs' colours are those of Okabe and Ito, the parts' those of Tol: both are told apart by the colour-blind.
+# Colours of runs are from Okabe and Ito, colours of parts from Tol: colour-blind readers can distinguish both sets.
 LIGHT = (
     "--ink:#1c2026;--soft:#5d6673;--rule:#e3e6ea;--page:#ffffff;--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#cc79a7;"
     "--c4:#e69f00;--c5:#56b4e9;--c6:#6b7280;--place:#999933;--lag:#cc6677;--queue:#ddcc77;--prefill:#44aa99;"
@@ -83,7 +83,7 @@ svg text{font-size:11.5px;fill:var(--soft);font-variant-numeric:tabular-nums}svg
 @media print{body{padding:0;max-width:none;print-color-adjust:exact;-webkit-print-color-adjust:exact}
  .wide,figure{overflow:visible}h2{break-after:avoid}}
 """
-# Shows where the pointer is, in the units of the axes. All else is in the page without it.
+# Shows the pointer's position in the units of the axes. The rest of the page works without the script.
 SCRIPT = """
 const back = {linear: v => v, log: v => 10 ** v, tail: v => 1 - 10 ** -v};
 for (const svg of document.querySelectorAll("svg[data-box]")) {
@@ -105,12 +105,12 @@ for (const svg of document.querySelectorAll("svg[data-box]")) {
 @dataclass(frozen=True, eq=False)
 class _Run:
     label: str
-    place: int  # among the runs; says the colour
+    place: int  # index among the runs; determines the colour
     found: dict[str, Any]
 
     @cached_property
     def done(self) -> list[Reply]:
-        """Requests that completed; none where they were not saved."""
+        """Requests that completed; empty if requests were not saved."""
         rows = [row for row in self.found.get("requests") or () if row["sent"] is not None and row["end"] is not None]
         return [reply for reply in map(_reply, rows) if reply.is_complete]
 
@@ -124,7 +124,7 @@ class _Run:
         return {name: values * 1e3 for name, values in pooled.items()}
 
     def figure(self, name: str) -> float | None:
-        """None for what is missing, no number, or not finite."""
+        """A figure of the run; None if it is missing, not a number, or not finite."""
         value = self.found.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             return None
@@ -136,15 +136,15 @@ class _Run:
 
 
 def _reply(row: dict[str, Any]) -> Reply:
-    """Of a saved request. Files of older versions do not tell when a place was free."""
+    """The Reply of a saved request. Files of older versions have no `free`."""
     return Reply(**{name: row[name] for name in READ}, error=row["error"] or "", free=row.get("free") or 0.0)
 
 
 @dataclass(frozen=True)
 class _Axis:
     title: str
-    kind: str  # linear, log, tail (-log10 of what is above), or names, which has no numbers
-    low: float  # as the kind measures it
+    kind: str  # linear, log, tail (-log10 of the share above), or names (no numbers)
+    low: float  # after the transformation of the kind, as `high`
     high: float
     ticks: list[tuple[float, str]]
 
@@ -157,7 +157,7 @@ class _Axis:
         return numbers
 
     def at(self, values: Any) -> Array:
-        """From 0 to 1; what lies outside is drawn at the edge."""
+        """Positions from 0 to 1; values outside are drawn at the edge."""
         return np.clip((self.measured(values) - self.low) / (self.high - self.low), 0.0, 1.0)
 
 
@@ -182,7 +182,7 @@ def _linear_axis(title: str, low: float, high: float) -> _Axis:
 
 
 def _tail_axis(title: str, samples: int) -> _Axis:
-    """Every nine takes as much room as the one before: what is rare is as large as what is common."""
+    """An axis of percentiles on which each further nine takes the same space, so that the tail is readable."""
     nines = min(6, max(3, math.ceil(math.log10(max(samples, 1)))))
     shares = [0.0, 0.5, *(1 - 10.0**-count for count in range(1, nines + 1))]
     return _Axis(title, "tail", 0.0, float(nines), [(share, _short(share)) for share in shares])
@@ -205,7 +205,7 @@ class _Plot:
 
     @property
     def box(self) -> tuple[int, int, int, int]:
-        """Left, top, width and height of what is within the axes."""
+        """Left, top, width and height of the area within the axes."""
         return self.left, 20, self.size[0] - self.left - 24, self.size[1] - 20 - 44
 
     def place(self, xs: Any, ys: Any) -> list[tuple[float, float]]:
@@ -219,7 +219,7 @@ class _Plot:
         return f'<path class="{css}" d="M{path}"{style}/>'
 
     def points(self, xs: Any, ys: Any, css: str, width: float) -> str:
-        """One path for all: an element a point would make the file ten times as large."""
+        """One path for all points: one element per point would make the file ten times as large."""
         path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in self.place(xs, ys))
         return f'<path class="points {css}" stroke-width="{width:g}" d="{path}"/>'
 
@@ -275,7 +275,7 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", css: str = "") 
 
 
 def html_report(runs: Sequence[tuple[str, dict[str, Any]]], title: str) -> str:
-    """The page. `runs` are labels, each with what `weft bench serve --json` wrote."""
+    """The HTML page. `runs` are pairs of a label and the result of `weft bench serve --json`."""
     taken = [_Run(label, place, found) for place, (label, found) in enumerate(runs)]
     measured = [run for run in taken if run.done]
     sections = [_head(taken)]
@@ -287,7 +287,7 @@ def html_report(runs: Sequence[tuple[str, dict[str, Any]]], title: str) -> str:
         f"--line:{('solid', 'dashed', 'dotted')[run.place // COLOURS % len(DASHES)]}}}"
         for run in taken
     )
-    # Paper is light, whatever the screen is.
+    # Dark colours apply to screens only: paper is light.
     theme = f":root{{color-scheme:light dark;{LIGHT}}}@media screen and (prefers-color-scheme:dark){{:root{{{DARK}}}}}"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -300,7 +300,7 @@ def _head(runs: Sequence[_Run]) -> str:
     if not runs:
         return '<p class="note">There are no runs to report.</p>'
     notes = "".join(f'<p class="note">{escape(note)}</p>' for run in runs for note in _notes(run))
-    told: dict[str, dict[str, None]] = {name: {} for name in METRICS}  # texts that differ are all shown
+    told: dict[str, dict[str, None]] = {name: {} for name in METRICS}  # if definitions differ, all are shown
     for run in runs:
         for name, text in (run.found.get("definitions") or {}).items():
             if name in told:
@@ -315,7 +315,7 @@ def _head(runs: Sequence[_Run]) -> str:
 
 
 def _notes(run: _Run) -> list[str]:
-    """What a reader must know before trusting the figures."""
+    """Warnings that a reader needs before trusting the figures."""
     notes, requests = [], run.found.get("requests")
     if not run.found.get("completed"):
         notes.append(f"{run.label}: no request completed, so there are no times to show.")
@@ -351,7 +351,7 @@ def _summary(runs: Sequence[_Run]) -> str:
 
 
 def _column(run: _Run, with_goals: bool) -> dict[tuple[str, str], str]:
-    """What the table says of a run, by the rows' groups and names."""
+    """The table's cells for a run, by (group, name) of the row."""
     share = run.figure("goodput_share")
     column = {
         ("measured", "server"): _said(run.found.get("base_url")),
@@ -447,7 +447,7 @@ def _distributions(runs: Sequence[_Run]) -> str:
 
 
 def _cdf(runs: Sequence[_Run], name: str, of: str) -> str:
-    """Through the same percentiles that the table has."""
+    """A chart of the distribution, with percentiles computed as in the table."""
     if not runs:
         return ""
     samples = {run: run.milliseconds[name] for run in runs}
@@ -456,7 +456,7 @@ def _cdf(runs: Sequence[_Run], name: str, of: str) -> str:
     y = _tail_axis(f"share of {of}", max(map(len, samples.values())))
     plot, marks = _Plot(x, y, SMALL), []
     for run, values in samples.items():
-        known = min(y.high, math.log10(len(values)))  # nines up to which at least one sample is above
+        known = min(y.high, math.log10(len(values)))  # nines up to which at least one sample lies above
         for begin, end, css in ((0.0, known, "line"), (known, y.high, "beyond")):
             shares = 1 - 10.0 ** -np.linspace(begin, end, 200)
             marks.append(plot.line(np.quantile(values, shares), shares, f"{css} {run.css}") if end > begin else "")
@@ -481,7 +481,7 @@ def _prompts(runs: Sequence[_Run]) -> str:
 
 
 def _over_time(runs: Sequence[_Run]) -> str:
-    """Each wait for a chunk. Zeros between tokens of the same chunk are no waits, and are not drawn."""
+    """A chart of every wait for a chunk. The zero gaps between tokens of one chunk are not drawn."""
     pairs = {run: _waits(run) for run in runs}
     ends, waits = (np.concatenate(parts) for parts in zip(*pairs.values(), strict=True))
     if not len(waits):
@@ -500,13 +500,13 @@ def _over_time(runs: Sequence[_Run]) -> str:
 
 
 def _waits(run: _Run) -> tuple[Array, Array]:
-    """When each chunk but the first came (s), and how long after the one before (ms)."""
+    """For every chunk except the first: when it arrived (s), and the time since the previous chunk (ms)."""
     ends = np.concatenate([np.empty(0), *(reply.times[1:] for reply in run.done)])
     return ends, np.concatenate([np.empty(0), *(np.diff(reply.times) for reply in run.done)]) * 1e3
 
 
 def _goals_of(runs: Sequence[_Run], name: str) -> list[float]:
-    """Milliseconds; most runs have the same one."""
+    """The distinct goals of the runs in milliseconds; usually one."""
     return sorted({goals[name] for run in runs if name in (goals := run.found.get("goodput_goals_ms") or {})})
 
 
@@ -515,19 +515,19 @@ def _count(number: int, of: str) -> str:
 
 
 def _edge(axis: _Axis, values: Array, side: str) -> str:
-    """Says that some values are too small for a log axis, if so."""
+    """A note if some values are too small for a log axis, else an empty string."""
     least = 10**axis.low
     return f"; {side} edge: {_short(least)} ms or less" if values.min() < least * 0.999 else ""
 
 
 def _scatter(plot: _Plot, pairs: dict[_Run, tuple[Array, Array]], total: int, width: float) -> list[str]:
-    """Points of each run; where there are too many in all, every run gives up the same share."""
+    """Points of each run. If there are too many in total, every run is thinned by the same share."""
     most = {run: max(1, MOST_POINTS * len(ys) // max(total, MOST_POINTS)) for run, (_, ys) in pairs.items()}
     return [plot.points(*thinned(*pair, most[run]), run.css, width) for run, pair in pairs.items()]
 
 
 def thinned(xs: Array, ys: Array, most: int) -> tuple[Array, Array]:
-    """At most so many of the points: half of them those with the largest y, the others evenly from all the rest."""
+    """At most `most` points: half of them with the largest y, the others evenly from the rest."""
     if len(ys) <= most:
         return xs, ys
     largest = most - most // 2
@@ -567,7 +567,8 @@ def _slowest(run: _Run, replies: Sequence[Reply]) -> str:
 
 
 def _parts(reply: Reply) -> list[float]:
-    """Milliseconds of each of PARTS. Of several choices the server tells the slowest, so a rest may be below 0."""
+    """Milliseconds of each of PARTS, at least 0: with several choices the server reports the slowest, so that a
+    difference may be negative."""
     server, place, late = reply.server or {}, _waited(reply) * 1e3, lag(reply) * 1e3
     within, queue, prefill = (float(server.get(f"{name}_ms") or 0.0) for name in ("ttft", "queue", "prefill"))
     parts = [place, late, queue, prefill, within - queue - prefill, ttft(reply) * 1e3 - place - late - within]
@@ -575,7 +576,7 @@ def _parts(reply: Reply) -> list[float]:
 
 
 def _waited(reply: Reply) -> float:
-    """Seconds for which too many others were under way."""
+    """Seconds that the request waited for the concurrency limit."""
     return max(0.0, reply.free - reply.due)
 
 
@@ -609,7 +610,7 @@ def _shapes(names: dict[str, str]) -> str:
 
 
 def _dots(runs: Sequence[_Run], name: str) -> str:
-    """One row a run, the first on top."""
+    """A chart with one row per run, the first on top."""
     rows = [(run, {kind: run.figure(f"{kind}_{name}_ms") for kind in COMPARED}) for run in reversed(runs)]
     values = [value for _, row in rows for value in row.values() if value is not None]
     if not values:
@@ -628,7 +629,7 @@ def _dots(runs: Sequence[_Run], name: str) -> str:
 
 
 def _by_rate(runs: Sequence[_Run]) -> str:
-    """Goodput against rate; one line for the runs whose labels are the same before " @ "."""
+    """Charts of goodput against rate. Runs with the same label before " @ " form one line."""
     series: dict[str, list[_Run]] = {}
     for run in sorted(runs, key=lambda run: run.figure("request_rate") or 0.0):
         if None not in (run.figure("request_rate"), run.figure("goodput_share")):

@@ -1,4 +1,4 @@
-"""Sweep: the same load at several rates, kept line by line so that it can go on where it was interrupted."""
+"""Sweep: the same load at several rates. Each run is saved as one line, so that an interrupted sweep can resume."""
 
 import hashlib
 import json
@@ -10,31 +10,31 @@ from typing import Any
 
 from weft.errors import EngineError, OptionError
 
-PRECISION = 1.1  # highest rates are found up to this factor
-PACE = 0.95  # share of the rate of requests at which answers must end, for a server to keep up
-EDGE = 0.1  # share of the answers at either end that the pace is not measured by
+PRECISION = 1.1  # the highest rate is found to within this factor
+PACE = 0.95  # a server keeps up if answers end at this share of the request rate or more
+EDGE = 0.1  # share of the answers at either end that the pace ignores
 BEGINNING = b'{"key": "'  # of every line
 
 
 class Lines:
-    """A file with one run a line. What is in it is not measured again."""
+    """A file with one run per line. A run that is in the file is not measured again."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.runs: dict[str, dict[str, Any]] = {}
         data = _read(file)
         *whole, half = data.split(b"\n")
-        self.needs_break = bool(half) and _is_json(half)  # of which an editor has taken it
+        self.needs_break = bool(half) and _is_json(half)  # an editor has removed the last line break
         if self.needs_break:
             whole, half = [*whole, half], b""
         for number, line in enumerate(whole, start=1):
             run = self._run(line, number)
-            # What did not work at all may work by now.
+            # A run without any completed request is measured again: the server may work by now.
             if run.get("completed") == 0:
                 self.runs.pop(run["key"], None)
             else:
                 self.runs[run["key"]] = run
-        # A run that was being written when the machine went down. Nothing is changed before there is one to write.
+        # The last line is incomplete: the machine stopped while it was written. It is cut off before the next write.
         self.cut_at = len(data) - len(half) if half else None
         if half and half[: len(BEGINNING)] != BEGINNING[: len(half)]:
             raise self._foreign(len(whole) + 1)
@@ -42,7 +42,7 @@ class Lines:
     def _run(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             run = json.loads(line)
-        except ValueError:  # also where it is not text
+        except ValueError:  # also raised for bytes that are not text
             raise self._foreign(number) from None
         if not isinstance(run, dict) or not re.fullmatch("[0-9a-f]{16}", str(run.get("key"))):
             raise self._foreign(number)
@@ -83,7 +83,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _read(file: Path) -> bytes:
-    """What is in it; that nothing can be written there is said before anything is measured."""
+    """The bytes of the file. Raises before anything is measured if the file cannot be written."""
     if not file.parent.is_dir():
         raise OptionError(f"--out {file}: there is no folder {file.parent}")
     try:
@@ -96,10 +96,10 @@ def _read(file: Path) -> bytes:
 
 
 def pace(requests: Sequence[dict[str, Any]]) -> float | None:
-    """How fast answers ended, as a share of how fast their requests were sent; None where too few did to tell.
+    """The rate at which answers ended divided by the rate at which their requests were sent; None with too few answers.
 
-    It is told by the middle of them: the last answers take their time after the last request is sent, and with long
-    answers a run would seem slow that is not.
+    Only the middle of the answers counts. The last answers end some time after the last request is sent, so with long
+    answers a healthy run would look slow.
     """
     done = [request for request in requests if request["end"] is not None and not request["error"]]
     edge = int(EDGE * len(done))
@@ -109,15 +109,15 @@ def pace(requests: Sequence[dict[str, Any]]) -> float | None:
 
 
 def keeps_up(found: dict[str, Any]) -> bool:
-    """Whether answers end about as fast as requests are sent: else the queue grows for as long as this goes on."""
+    """Whether answers end about as fast as requests are sent. Otherwise the queue grows without end."""
     sent = found.get("achieved_request_rate")
-    if sent is None:  # there was no time between the requests
+    if sent is None:  # all requests were sent at the same time
         return True
     return found["request_throughput"] >= PACE * sent or (found.get("pace") or 0.0) >= PACE
 
 
 def highest(low: float, high: float, holds: Callable[[float], bool]) -> float | None:
-    """The highest rate from low to high that holds, up to PRECISION; None where not even the lowest does."""
+    """The highest rate from low to high that holds, to within a factor of PRECISION; None if `low` does not hold."""
     if not holds(low):
         return None
     if holds(high):
@@ -132,7 +132,7 @@ def highest(low: float, high: float, holds: Callable[[float], bool]) -> float | 
 
 
 def middle_rates(low: float, high: float) -> list[float]:
-    """Rates that `highest` tries between low and high if the lowest ones hold: the slowest way to go."""
+    """Rates that `highest` tries if only the lowest one holds. This path has the lowest rates, and so takes longest."""
     found = []
     while high > low * PRECISION:
         high = (low * high) ** 0.5

@@ -1,4 +1,4 @@
-"""Variants: servers that are compared, each running already or started for the purpose."""
+"""Variants: servers that are compared. Each is already running, or is started from a command."""
 
 import contextlib
 import os
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from weft.errors import EngineError, OptionError
 
-PATIENCE = 600.0  # seconds for a server to come up
-SAID = 20  # last lines of a server that are shown where it does not
+PATIENCE = 600.0  # seconds for a server to start
+SAID = 20  # last output lines that are shown if a server does not start
 
 
 class Variant(NamedTuple):
@@ -30,7 +30,7 @@ class Variant(NamedTuple):
 
 
 def parse_variants(texts: Sequence[str]) -> list[Variant]:
-    """From `NAME: URL` or `NAME: COMMAND with {port}`."""
+    """Parses `NAME: URL` or `NAME: COMMAND with {port}`."""
     found = []
     for text in texts:
         name, _, target = (part.strip() for part in text.partition(":"))
@@ -48,7 +48,7 @@ def parse_variants(texts: Sequence[str]) -> list[Variant]:
 
 
 def _check_command(variant: Variant) -> None:
-    """Quotes that do not end are said now, not when its turn comes."""
+    """Reports unbalanced quotes now, not when the variant is started."""
     if variant.is_running:
         return
     try:
@@ -59,7 +59,7 @@ def _check_command(variant: Variant) -> None:
 
 @contextlib.contextmanager
 def running(variant: Variant, key: str | None = None, patience: float = PATIENCE) -> Iterator[str]:
-    """The URL of a variant that answers, asked with the API key. One that was started for it ends with it."""
+    """Yields the URL of a variant once it answers (with the API key). A server that was started here is ended after."""
     if variant.is_running:
         yield variant.target
         return
@@ -73,7 +73,7 @@ def running(variant: Variant, key: str | None = None, patience: float = PATIENCE
         raise EngineError(f"cannot start {variant.name}: {command[0]}: {error.strerror}") from None
     said: deque[str] = deque(maxlen=SAID)
     assert process.stdout is not None
-    # Its pipe is kept empty, so that the server is never held up by it.
+    # Reads the server's output all the time, so that a full pipe never blocks the server.
     listening = threading.Thread(target=said.extend, args=(process.stdout,), daemon=True)
     listening.start()
     try:
@@ -87,8 +87,8 @@ def running(variant: Variant, key: str | None = None, patience: float = PATIENCE
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a server and all that it has started, which are one group."""
-    # What a shell runs in the background has Ctrl-C ignored, and so has what that starts.
+    """Ends a server and all its child processes, which form one process group."""
+    # Background jobs of a shell ignore SIGINT, and so do their child processes. Then SIGTERM is sent.
     gently = signal.SIGTERM if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else signal.SIGINT
     for how, patience in ((gently, 30), (signal.SIGKILL, 10)):
         with contextlib.suppress(ProcessLookupError):
@@ -99,7 +99,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """While a server of ours runs, being told to end is like Ctrl-C: the server must not be left behind."""
+    """Treats SIGTERM like Ctrl-C while a server that we started runs, so that the server is not left behind."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -121,7 +121,7 @@ def _wait_for(
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            time.sleep(0.2)  # its last words may still be on their way
+            time.sleep(0.2)  # its last output may still be in the pipe
             raise EngineError(f"{variant.name} ended while it started; its last words:\n{''.join(said)}")
         if _answers(url, key):
             return
@@ -131,12 +131,12 @@ def _wait_for(
 
 def _answers(url: str, key: str | None) -> bool:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the client knows of no proxies either
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxies, as in the client
     try:
         with direct.open(urllib.request.Request(url + "/v1/models", headers=headers), timeout=5) as response:
             return bool(response.status == 200)
     except urllib.error.HTTPError as error:
-        return error.code in (401, 403)  # it is up, and the client will say what is wrong with the key
+        return error.code in (401, 403)  # the server is up; the client will report the wrong key
     except OSError:
         return False
 

@@ -1,4 +1,4 @@
-"""Versus: runs of several variants beside each other, and what can be said of the difference."""
+"""Versus: compares runs of several variants, with confidence intervals."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-# Figures that are compared, and whether more of one is better.
+# Figures that are compared, and whether a higher value is better.
 COMPARED = {
     "request_throughput": True,
     "output_throughput": True,
@@ -22,32 +22,33 @@ COMPARED = {
     "p99_tpot_ms": False,
     "p99_e2el_ms": False,
 }
-# Of Student's distribution, two-sided 95%, by degrees of freedom; beyond these, the normal distribution's.
+# Two-sided 95% quantiles of Student's distribution, for 1 to 15 degrees of freedom.
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-NORMAL = 1.96  # and a correction of 2.4 / freedom, which is right to 0.002 from 16 on
+NORMAL = 1.96  # of the normal distribution; with a correction of 2.4 / freedom it is right to 0.002 from 16 on
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as large a figure is as that of the first variant, with a 95% confidence interval."""
+    """A figure divided by that of the first variant, with a 95% confidence interval."""
 
     value: float
-    low: float | None  # None: a single run says nothing of that
+    low: float | None  # None: a single run has no interval
     high: float | None
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves no doubt that there is a difference."""
+        """Whether the interval excludes 1, that is, whether there is a clear difference."""
         return self.low is not None and self.high is not None and (self.low > 1 or self.high < 1)
 
 
 def turns(names: Sequence[str], repeats: int) -> list[str]:
-    """The order of runs: all in turn, every second time backwards, so that a machine that gets slower favours none."""
+    """The order of runs: all variants in turn, every second round backwards. So a machine that slows down over time
+    favours no variant."""
     return [name for repeat in range(repeats) for name in (names if repeat % 2 == 0 else names[::-1])]
 
 
 def ratio(first: Sequence[float], other: Sequence[float]) -> Ratio | None:
-    """The geometric mean of the ratios of runs side by side. None where a figure is missing or 0."""
+    """The geometric mean of the ratios of paired runs; None if a figure is missing or 0."""
     pairs = [(a, b) for a, b in zip(first, other, strict=True) if a and b]
     if not pairs or len(pairs) < len(first):
         return None
@@ -62,7 +63,7 @@ def ratio(first: Sequence[float], other: Sequence[float]) -> Ratio | None:
 
 
 def figure_of(run: dict[str, Any], name: str) -> float | None:
-    """A figure of a run; None where it is not told. Other tools call the 50th percentile the median."""
+    """A figure of a run; None if it is missing. Other tools name the 50th percentile "median"."""
     value = run.get(name)
     if value is None and name.startswith("p50_"):
         value = run.get(f"median_{name.removeprefix('p50_')}")
@@ -71,7 +72,7 @@ def figure_of(run: dict[str, Any], name: str) -> float | None:
 
 
 def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Of each figure over repeated runs."""
+    """The median of each figure over repeated runs."""
     found: dict[str, float | None] = {}
     for name in COMPARED:
         values = [value for run in runs if (value := figure_of(run, name)) is not None]
@@ -80,7 +81,7 @@ def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def comparison(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Ratio | None]]:
-    """By variant but the first, and figure."""
+    """Ratios to the first variant, by the name of the other variant and by figure."""
     (_, base), *others = runs.items()
     return {
         name: {

@@ -1,4 +1,4 @@
-"""What is asked for, before there is any text: when requests come, how long they are, and what they share."""
+"""Workloads before any text exists: arrival times, lengths, and shared prefixes of requests."""
 
 import json
 import math
@@ -16,20 +16,20 @@ from weft.sim.traces import LeftOut, load_trace
 
 PATTERNS = ("poisson", "constant", "ramp")
 LENGTH_FORMS = "128, 100:1024 (from:to), lognormal:500,1.2 (median,sigma), or a file with one whole number a line"
-MOST_TOKENS = 1_000_000_000  # more is a slip of the keyboard, not a length
+MOST_TOKENS = 1_000_000_000  # more is a typing error, not a length
 MOST_SIGMA = 10.0  # likewise; one standard deviation is then a factor of 22,000
-PROMPT_SIDE = ("human", "user")  # who speaks, in the data sets that follow ShareGPT
-MOST_BURSTS = 10  # times the expected number of requests, where bursts are so large that no time passes in them
+PROMPT_SIDE = ("human", "user")  # names of the speaker in data sets in ShareGPT's format
+MOST_BURSTS = 10  # limit, as a multiple of the expected requests, for bursts so large that no time passes in them
 ANSWER_SIDE = ("gpt", "assistant")
 
 
 class Wish(NamedTuple):
     at: float  # seconds from the start
-    prompt_tokens: int  # as the server counts them, whatever it puts around the prompt included
+    prompt_tokens: int  # by the server's count, including tokens that it adds around the prompt
     output_tokens: int
-    prefix_ids: tuple[int, ...] = ()  # equal ids at equal places mean equal blocks of MOONCAKE_BLOCK tokens
-    text: str = ""  # a given prompt; "" means that one is made up
-    answer: str = ""  # to a given prompt: the one that is wished for is as long
+    prefix_ids: tuple[int, ...] = ()  # equal ids at equal indices mean equal blocks of MOONCAKE_BLOCK tokens
+    text: str = ""  # a given prompt; "": the prompt is generated
+    answer: str = ""  # known answer to a given prompt; the requested output has its length
 
 
 def arrival_times(
@@ -42,14 +42,15 @@ def arrival_times(
     duration: float = math.inf,
     random: np.random.Generator,
 ) -> NDArray[np.float64]:
-    """Seconds from the start, in order. The first request comes at 0 in every pattern, as waiting for it tells nothing.
+    """Arrival times in seconds, sorted. The first request comes at 0 in every pattern, as waiting for it is useless.
 
-    `rate` is in requests a second; at an infinite one all come at 0. `burstiness` is the shape of the gamma
-    distribution of the intervals: 1 is a Poisson process, less comes in bursts, more is evener. A "ramp" changes its
-    rate linearly in time, from `rate` to `ramp_to` over the `duration`, or as long as `count` requests take.
+    `rate` is in requests per second; with an infinite rate all requests come at 0. `burstiness` is the shape of the
+    gamma distribution of the intervals: 1 is a Poisson process, less gives bursts, more gives even intervals. A "ramp"
+    changes its rate linearly in time, from `rate` to `ramp_to`, over the `duration` or over the time that `count`
+    requests take.
 
-    With a `duration` there are as many as come within it, `count` at most. Without one there are `count`, and their
-    mean rate is the one asked for: a few random intervals would have quite another.
+    With a `duration`, the number of requests is the number that comes within it, at most `count`. Without one there
+    are `count` requests, scaled to the exact mean rate: a few random intervals could have a very different mean.
     """
     _check_arrivals(rate, pattern, burstiness, ramp_to)
     if math.isinf(rate):
@@ -68,7 +69,7 @@ def arrival_times(
 
 
 def _ticks(count: int, burstiness: float, random: np.random.Generator) -> NDArray[np.float64]:
-    """On a clock that ticks once a request in the mean, exactly so from the first to the last."""
+    """Arrivals in units of the mean interval, scaled so that the mean interval is exactly 1."""
     steps = random.gamma(burstiness, 1 / burstiness, count)
     steps[:1] = 0
     ticks: NDArray[np.float64] = np.cumsum(steps)
@@ -76,7 +77,7 @@ def _ticks(count: int, burstiness: float, random: np.random.Generator) -> NDArra
 
 
 def _ticks_until(whole: float, burstiness: float, random: np.random.Generator) -> NDArray[np.float64]:
-    """On the same clock, all before it shows `whole`; how many these are is random."""
+    """Arrivals before `whole`, in units of the mean interval; their number is random."""
     at_once = math.ceil(whole) + 10
     ticks = np.zeros(1)
     while ticks[-1] < whole and len(ticks) < MOST_BURSTS * at_once:
@@ -103,9 +104,9 @@ def _check_arrivals(rate: float, pattern: str, burstiness: float, ramp_to: float
 
 
 def _ramped(ticks: NDArray[np.float64], begin: float, end: float, whole: float) -> NDArray[np.float64]:
-    """Times at which a clock, whose rate goes from `begin` to `end` within `whole` ticks, shows `ticks`."""
-    # The square of a rate that is linear in time is linear in the ticks; up to each tick the mean rate is half the sum
-    # of the first rate and the one reached.
+    """Times of `ticks` on a clock with a rate that goes from `begin` to `end` within `whole` ticks."""
+    # If the rate is linear in time, its square is linear in the ticks. The mean rate up to a tick is half the sum of
+    # the first rate and the rate at that tick.
     reached = np.sqrt(begin**2 + (end**2 - begin**2) * ticks / max(whole, 1e-9))
     times: NDArray[np.float64] = 2 * ticks / (begin + reached)
     return times
@@ -138,7 +139,7 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Listed:
-    """Lengths in the order of a file, and from its beginning again where it ends: two columns of it stay pairs."""
+    """Lengths in the order of a file, repeated from its beginning at its end. So two columns of a file stay paired."""
 
     tokens: tuple[int, ...]
 
@@ -147,7 +148,7 @@ class Listed:
 
 
 def parse_lengths(text: str, name: str) -> Lengths:
-    """Lengths by their text on the command line; `name` is the option's, for the error."""
+    """Parses lengths from the command line. `name` is the option's name, for the error message."""
     if match := re.fullmatch(r"([0-9]{1,12})(?::([0-9]{1,12}))?", text):
         low, high = int(match[1]), int(match[2] or match[1])
         if not 1 <= low <= high <= MOST_TOKENS:
@@ -176,12 +177,12 @@ def _parse_lognormal(text: str, name: str) -> LogNormal:
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except OSError:  # a name that no file can have, as it is too long
+    except OSError:  # the text is too long for a file name
         return False
 
 
 def load_pairs(path: Path) -> tuple[Listed, Listed]:
-    """Prompts' and outputs' lengths from a file with two whole numbers a line; `drawn` keeps them together."""
+    """Prompt and output lengths from a file with two whole numbers per line. `drawn` keeps them paired."""
     prompt, output = _read_columns(path, 2)
     return prompt, output
 
@@ -218,9 +219,9 @@ def drawn(
 
 
 def of_trace(path: Path, *, rate_scale: float, duration: float | None, count: int | None) -> list[Wish]:
-    """The requests of a trace, `rate_scale` times as fast: those of its first `duration` seconds, `count` at most.
+    """The first `duration` seconds of a trace, at most `count` requests, `rate_scale` times as fast.
 
-    The duration is on the trace's own clock, before it is scaled, as in `weft simulate`.
+    The duration is in unscaled time of the trace, as in `weft simulate`.
     """
     for name, value in (("rate scale", rate_scale), ("duration", duration), ("number of requests", count)):
         if value is not None and not value > 0:
@@ -235,9 +236,9 @@ def of_trace(path: Path, *, rate_scale: float, duration: float | None, count: in
 
 
 def of_sharegpt(path: Path, count: int | None, random: np.random.Generator) -> list[Wish]:
-    """First questions of conversations with their answers, `count` at most, in random order.
+    """First questions of conversations with their answers, at most `count`, in random order.
 
-    All come at 0 and have no lengths yet: the caller sets the times, and `prompts.counted` the lengths.
+    All have time 0 and no lengths yet: the caller sets the times, and `prompts.counted` sets the lengths.
     """
     try:
         conversations = json.loads(_read(path))
@@ -257,7 +258,7 @@ def of_sharegpt(path: Path, count: int | None, random: np.random.Generator) -> l
 
 
 def _first_turns(place: str, conversation: object) -> tuple[str, str] | None:
-    """The question and its answer, or None where a conversation does not begin with two such texts."""
+    """The first question and its answer; None if the conversation does not begin with them."""
     turns = conversation.get("conversations") if isinstance(conversation, dict) else None
     if not isinstance(turns, list):
         raise OptionError(f'{place}: there is no list "conversations"')
@@ -275,7 +276,7 @@ def _first_turns(place: str, conversation: object) -> tuple[str, str] | None:
 
 
 def cut(wishes: Sequence[Wish], context: int) -> tuple[list[Wish], LeftOut | None]:
-    """The wishes that fit into a context of so many tokens, and what is left out."""
+    """The wishes that fit into `context` tokens, and a count of the left-out ones."""
     lengths = [wish.prompt_tokens + wish.output_tokens for wish in wishes]
     kept = [wish for wish, length in zip(wishes, lengths, strict=True) if length <= context]
     if len(kept) == len(wishes):

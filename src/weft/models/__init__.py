@@ -1,4 +1,4 @@
-"""Model families and their weights. A model knows tokens, positions and `attend`; nothing of requests or blocks."""
+"""Model families and their weights. A model knows tokens, positions and `attend`, but no requests or blocks."""
 
 from weft.models.base import CausalLM
 from weft.models.config import ModelConfig, MoeConfig, RopeConfig

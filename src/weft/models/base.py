@@ -1,4 +1,4 @@
-"""CausalLM: what the engine runs and the loader fills. A family is a subclass that says what its layers are made of."""
+"""CausalLM: the model that the engine runs and the loader fills. A family is a subclass that builds the layers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from weft.models.rope import Rope
 
 
 class Fill(NamedTuple):
-    """A parameter and what fills it: the tensor `name` of a checkpoint whole, or each of `parts` its own view."""
+    """A parameter and its source: the whole checkpoint tensor `name`, or one checkpoint tensor per view in `parts`."""
 
     name: str
     target: Tensor
@@ -24,23 +24,23 @@ class Fill(NamedTuple):
 
 
 class CausalLM(nn.Module):
-    """Embedding, decoder layers, final norm and head, for inference. It is built empty; weights.py fills it."""
+    """Embedding, decoder layers, final norm and head, for inference. Built without weights; weights.py fills it."""
 
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
     @staticmethod
     def modernise(raw: dict[str, Any]) -> dict[str, Any]:
-        """config.json with the family's defaults, its old spellings rewritten, and keys it does not know removed."""
+        """config.json with the family's defaults, old spellings rewritten, and keys that it does not know removed."""
         return raw
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         vocab, hidden = config.vocab_size, config.hidden_size
-        # From a tensor, because the usual constructor draws values, and on the meta device that imports the compiler.
+        # From a tensor: the usual constructor draws random values, which on the meta device imports the compiler.
         self.embed_tokens = nn.Embedding(vocab, hidden, _weight=torch.empty(vocab, hidden))
         self.layers = nn.ModuleList(self.build_layer(config, index) for index in range(config.num_layers))
-        self._passed = list(self.layers)  # those that a pass goes through: all, but for `abridged`
+        self._passed = list(self.layers)  # layers of a forward pass: all, except in `abridged`
         self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -48,7 +48,7 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     def settle(self, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """The weights are in place; positions are counted up to `max_model_len`."""
+        """Prepares rotary embeddings for positions up to `max_model_len`. To be called when the weights are loaded."""
         ropes = {rope: Rope(rope, max_model_len, dtype, device) for rope in self.config.layer_ropes}
         attentions = [module for module in self.modules() if isinstance(module, Attention)]
         for attention, rope in zip(attentions, self.config.layer_ropes, strict=True):
@@ -58,9 +58,9 @@ class CausalLM(nn.Module):
         return F.embedding(token_ids, self.embed_tokens.weight)
 
     def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states [T, hidden] of a step's tokens; `attend` knows where each of them belongs.
+        """Final hidden states [T, hidden] of a step's tokens. `attend` knows the slot and position of each token.
 
-        Where `attend` leaves rows out in the last layer, they are missing here.
+        Rows that `attend` drops in the last layer are missing here.
         """
         x, residual = self.embed(token_ids), None
         for layer in self._passed:
@@ -69,8 +69,9 @@ class CausalLM(nn.Module):
 
     @contextmanager
     def abridged(self) -> Iterator[None]:
-        """For passes whose results nobody reads: layers that only repeat what others do are left out. Those that stay
-        run all kernels that all of them run, on numbers of the same shapes, and take as much memory."""
+        """For passes with results that are not used: skips layers that only repeat other layers. The remaining layers
+        run all kernels of the whole model, on tensors of the same shapes, and take as much memory.
+        """
         self._passed = [self.layers[index] for index in self._unlike()]
         try:
             yield
@@ -78,7 +79,7 @@ class CausalLM(nn.Module):
             self._passed = list(self.layers)
 
     def _unlike(self) -> list[int]:
-        """The first layer, which has no residual yet, the last, and one of each kind of those between."""
+        """Indices of the first layer (it has no residual yet), the last, and one layer of each kind in between."""
         config, last = self.config, len(self.layers) - 1
         kinds: dict[object, int] = {}
         for index in range(1, last):
@@ -91,7 +92,7 @@ class CausalLM(nn.Module):
         return wide(self.scores(hidden))
 
     def scores(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The same in the type of scores; into `out`, if there is one."""
+        """Same as `logits`, but in `score_dtype`. Written to `out` if given."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         cap = self.config.logit_softcap
         if cap is None:
@@ -102,7 +103,7 @@ class CausalLM(nn.Module):
 
     @property
     def score_dtype(self) -> torch.dtype:
-        """The model's own; with a cap, which needs more, float32 or wider."""
+        """The model's dtype. With a softcap, which needs more precision, float32 or wider."""
         wider = torch.promote_types(self.dtype, torch.float32)
         return self.dtype if self.config.logit_softcap is None else wider
 
@@ -112,7 +113,7 @@ class CausalLM(nn.Module):
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether a forward pass never asks the host for anything, which a mixture of experts does."""
+        """Whether a forward pass never synchronises with the host. A mixture of experts does."""
         return not any(isinstance(module, SparseMLP) for module in self.modules())
 
     @property
@@ -120,7 +121,7 @@ class CausalLM(nn.Module):
         return self.embed_tokens.weight.is_cuda
 
     def fills(self) -> Iterator[Fill]:
-        """Every parameter with its name as Transformers 5 has it in memory, and its parts as checkpoints name them."""
+        """Yields every parameter with its name in a Transformers 5 model, and its parts by their checkpoint names."""
         for path, module in self.named_modules():
             leaf = path.rpartition(".")[2]
             parent = ("" if path == "lm_head" else "model.") + path.removesuffix(leaf)
@@ -131,5 +132,5 @@ class CausalLM(nn.Module):
                 yield Fill(parent + whole, parameter, published)
 
     def published_name(self, name: str) -> str:
-        """The name of a tensor in checkpoints of this family where it differs from the name of our parameter."""
+        """The name of a tensor in checkpoints of this family, given the name of our parameter."""
         return name

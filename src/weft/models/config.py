@@ -1,8 +1,8 @@
-"""What a model is: ModelConfig, read from config.json and generation_config.json.
+"""ModelConfig: the properties of a model, read from config.json and generation_config.json.
 
-Published configs and those that Transformers 5 writes say the same things with different keys: `rope_theta` and
-`rope_scaling` or `rope_parameters`, `torch_dtype` or `dtype`. Both become one equal ModelConfig here. What is special
-to a family, the family rewrites (`CausalLM.modernise`) before `parse_config` sees it.
+Published configs and configs written by Transformers 5 say the same things with different keys: `rope_theta` and
+`rope_scaling` or `rope_parameters`, `torch_dtype` or `dtype`. Both become an equal ModelConfig here. Keys that are
+special to a family are rewritten by the family (`CausalLM.modernise`) before `parse_config` reads them.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class RopeConfig:
 
     kind: str
     theta: float
-    rotary_dim: int  # the leading dimensions of a head that are rotated
+    rotary_dim: int  # leading dimensions of a head that are rotated
     max_positions: int  # max_position_embeddings
-    original_positions: int  # the context before it was stretched (llama3, yarn, longrope)
+    original_positions: int  # context length before it was stretched (llama3, yarn, longrope)
     factor: float = 1.0
-    attention_factor: float | None = None  # on cos and sin; None: derived from factor
+    attention_factor: float | None = None  # factor on cos and sin; None: derived from `factor`
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -46,7 +46,7 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that a model file, the engine and the KV cache need to know about a model."""
+    """Everything that the model, the engine and the KV cache need to know about a model."""
 
     architecture: str
     vocab_size: int
@@ -73,16 +73,16 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """The largest sensible max_model_len: dynamic rope stretches beyond max_context, but only when asked to."""
+        """The largest sensible max_model_len. Dynamic rope stretches beyond max_context, but only on request."""
         return int(self.max_context * min(rope.factor if rope.kind == "dynamic" else 1.0 for rope in self.layer_ropes))
 
 
-MOST_PARTS = 10_000  # layers, or experts of a layer: many times those of the largest models
-MOST_SIZE = 1 << 31  # of everything else that is counted
+MOST_PARTS = 10_000  # layers, or experts of a layer: many times more than the largest models have
+MOST_SIZE = 1 << 31  # limit of all other counts
 
 
 def check_layers(raw: dict[str, Any]) -> None:
-    """Before anything is made for each of them."""
+    """Checks the number of layers, before anything is built per layer."""
     _count(raw, "num_hidden_layers", most=MOST_PARTS)
 
 
@@ -119,13 +119,13 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig
         layer_ropes=tuple(ropes.get(kind) or ropes["full_attention"] for kind in layer_types),
         moe=_moe(raw, layers),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-        # An id that the model cannot produce cannot end anything.
+        # Ids that the model cannot produce are dropped.
         eos_token_ids=tuple(dict.fromkeys(token for token in eos if 0 <= token < vocab)),
         bos_token_id=raw.get("bos_token_id"),
     )
 
 
-# The known kinds of rope and what each must say.
+# The known kinds of rope, and the keys that each requires.
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -156,7 +156,7 @@ def _token_ids(value: int | list[int] | None) -> list[int]:
 
 
 def _layer_types(raw: dict[str, Any], layers: int) -> list[str]:
-    """Per layer "sliding_attention" or "full_attention", which choose its window and its rope."""
+    """For each layer "sliding_attention" or "full_attention", which select its window and its rope."""
     types: list[str] | None = raw.get("layer_types")
     if types is None:
         full = min(raw.get("max_window_layers", 0), layers)
@@ -187,14 +187,14 @@ def _moe(raw: dict[str, Any], layers: int) -> MoeConfig | None:
 
 
 def _ropes(raw: dict[str, Any], head_dim: int) -> dict[str, RopeConfig]:
-    """The rope by layer type; one that serves every layer is under "full_attention"."""
+    """Ropes by layer type. A rope for all layers is under "full_attention"."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     by_type = settings if "full_attention" in settings else {"full_attention": settings}
     return {kind: _rope(rope, raw, head_dim) for kind, rope in by_type.items()}
 
 
 def _rope(own: dict[str, Any], raw: dict[str, Any], head_dim: int) -> RopeConfig:
-    """A rope from its own settings and from those that older configs keep outside them."""
+    """A rope from its settings. Older configs keep some of them at the top level."""
     settings = {**raw, **{key: value for key, value in own.items() if value is not None}}
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in _ROPE_KEYS:
@@ -202,7 +202,7 @@ def _rope(own: dict[str, Any], raw: dict[str, Any], head_dim: int) -> RopeConfig
     if missing := [key for key in _ROPE_KEYS[kind] if settings.get(key) is None]:
         raise ModelError(f"rope type {kind!r} needs {missing[0]!r}")
     positions = original = _count(raw, "max_position_embeddings")
-    if kind in ("llama3", "yarn", "longrope"):  # here the value outside wins, as in Transformers
+    if kind in ("llama3", "yarn", "longrope"):  # here the top-level value wins, as in Transformers
         key = "original_max_position_embeddings"
         original = int(raw.get(key) or settings.get(key) or positions)
     rope = RopeConfig(
@@ -224,7 +224,7 @@ def _rope(own: dict[str, Any], raw: dict[str, Any], head_dim: int) -> RopeConfig
 
 
 def _context(rope: RopeConfig) -> int:
-    """Yarn is switched on by adding it to a config whose max_position_embeddings often stays the original one."""
+    """Context length of a rope. Configs with yarn often keep the max_position_embeddings from before yarn."""
     if rope.kind == "yarn":
         return max(rope.max_positions, int(rope.original_positions * rope.factor))
     return rope.max_positions

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): local and global layers with their own ropes, norms around each block, scaled embeddings."""
+"""Gemma 3 (text): local and global layers with different ropes, norms around each block, scaled embeddings."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _DEFAULTS = {
 
 
 class GemmaNorm(RMSNorm):
-    """RMSNorm that keeps its weight as the distance from one, and multiplies before it rounds."""
+    """RMSNorm that stores its weight as the difference from one, and multiplies before it rounds."""
 
     neutral = 0.0
 
@@ -85,6 +85,6 @@ class Gemma3(CausalLM):
         return Gemma3Layer(config, index)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        # The model was trained with a scale that is rounded to the weights' type; a tensor on the CPU costs no copy.
+        # The model was trained with a scale that is rounded to the weights' dtype. A CPU scalar needs no copy.
         x = super().embed(token_ids)
         return x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device="cpu")

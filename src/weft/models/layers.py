@@ -1,7 +1,7 @@
 """The parts that families are built from: norms, attention, MLPs, experts, and the pre-norm decoder layer.
 
-Everything works on the flat batch of one step, [T, ...]; a token's row reads another's only through `attend`.
-Parts that hold several checkpoint tensors in one parameter say where each of them goes (`Stacked.parts`).
+Everything works on the flat batch of one step, [T, ...]. A token's row reads other rows only through `attend`. A part
+with several checkpoint tensors in one parameter says where each of them goes (`Stacked.parts`).
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def activation(name: str) -> Activation:
 
 
 def wide(x: Tensor) -> Tensor:
-    """At least float32: for norms, softmax and logits."""
+    """x in float32 or wider: for norms, softmax and logits."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of their sum, and the sum."""
+        """The norm of x + residual, and the sum."""
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def of_heads(self) -> HeadNorm:
@@ -59,15 +59,15 @@ class RMSNorm(nn.Module):
 
 
 class Stacked(nn.Module):
-    """A module whose parameters each hold several tensors of a published checkpoint."""
+    """A module with parameters that each hold several tensors of a published checkpoint."""
 
     def parts(self, parameter: str) -> dict[str, Tensor]:
-        """The views of a parameter by their names in the checkpoint, relative to this module's parent."""
+        """Views of a parameter, by their names in the checkpoint relative to this module's parent."""
         raise NotImplementedError
 
 
 class StackedLinear(Stacked):
-    """Projections of the same input as one matrix; their rows lie behind each other."""
+    """Projections of the same input as one matrix: their rows are concatenated."""
 
     def __init__(self, in_features: int, out_features: dict[str, int], *, bias: bool) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class StackedLinear(Stacked):
         return ops.linear(x, self.weight, self.bias)
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """For a gate and what it lets through, in this order."""
+        """activation(gate) * up, where the projections are the gate and then the up projection."""
         return ops.gated_linear(x, self.weight, self.bias, activation)
 
     def parts(self, parameter: str) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ class Attention(nn.Module):
         self._heads: Heads | None = None
 
     def settle(self, rotation: Rotation) -> None:
-        """Its weights are in place: what backends need to know of it."""
+        """Stores what backends need to know of this layer. To be called when its weights are loaded."""
         config, index = self.config, self.index
         self._heads = Heads(
             index,
@@ -132,7 +132,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, stream: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """What is to be added to the residual stream, and the stream."""
+        """Returns what to add to the residual stream, and the stream."""
         assert self._heads is not None, "a model is settled before it runs"
         found, stream = attend(self._heads, self.qkv_proj(x), stream)
         return self.o_proj.forward(found), stream
@@ -165,11 +165,11 @@ class Experts(Stacked):
         self.activation = activation(config.activation)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Each token's sum over its `chosen` experts [T, k] by `weights` [T, k], in an order all its own."""
+        """Each token's sum over its `chosen` experts [T, k] by `weights` [T, k]. Other tokens do not affect it."""
         if not len(x):
             return x
         order = chosen.flatten().argsort(stable=True)
-        # Reading how many rows each expert has is the one host-device synchronisation of a mixture-of-experts layer.
+        # Reading how many rows each expert has is the only host-device synchronisation of a mixture-of-experts layer.
         counts = chosen.flatten().bincount(minlength=len(self.down_proj)).tolist()
         rows = torch.split(x[order // chosen.shape[1]], counts)
         results = [self._expert(expert, group) for expert, group in enumerate(rows) if len(group)]
@@ -191,7 +191,7 @@ class Experts(Stacked):
 
 
 class SparseMLP(nn.Module):
-    """A router that sends each token to a few experts. `names` are those of gate, up and down in a checkpoint."""
+    """A router that sends each token to a few experts. `names` are the names of gate, up and down in a checkpoint."""
 
     def __init__(
         self, config: ModelConfig, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -212,7 +212,7 @@ class SparseMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream.
 
-    What a layer leaves to be added to the stream goes along beside it: the next norm does both at once.
+    A layer returns its MLP output and the residual stream separately: the next norm adds them and normalises at once.
     """
 
     def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:

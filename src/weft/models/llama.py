@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x: the shape that most families vary."""
+"""Llama 2 and 3.x. Most other families are variations of it."""
 
 from typing import Any
 

@@ -32,7 +32,7 @@ class Qwen3Moe(Qwen3):
     @staticmethod
     def modernise(raw: dict[str, Any]) -> dict[str, Any]:
         defaults = {"use_sliding_window": False, "sliding_window": 4096, "num_experts_per_tok": 8}
-        return {**defaults, **raw, "max_window_layers": 0}  # the window, where one is used, is in all layers
+        return {**defaults, **raw, "max_window_layers": 0}  # a window, if there is one, applies to all layers
 
     def build_mlp(self, config: ModelConfig, index: int) -> nn.Module:
         sparse = config.moe is not None and index in config.moe.sparse_layers

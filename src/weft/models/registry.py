@@ -1,4 +1,4 @@
-"""The known architectures, and reading a directory's config.json with the family that it names."""
+"""The known architectures. Reads a directory's config.json with the family that it names."""
 
 import os
 from pathlib import Path
@@ -57,7 +57,7 @@ def load_config(path: Path | str) -> ModelConfig:
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The type to compute in; "auto" is the checkpoint's own."""
+    """The dtype to compute in; "auto" is the dtype of the checkpoint."""
     chosen = config.dtype if name == "auto" else name
     if chosen not in DTYPES:
         raise OptionError(f"dtype {chosen!r} is not supported; choose auto, float32, float16 or bfloat16")

@@ -1,12 +1,12 @@
 """Rotary position embeddings: the frequencies of every kind, and their angles.
 
-A request's tokens must not depend on its company, on chunking or on what the KV cache already holds. So frequencies are
-a function of the model and of max_model_len, never of the length that a sequence has reached:
+A request's tokens must not depend on other requests, on chunking or on the contents of the KV cache. So frequencies are
+a function of the model and of max_model_len, never of the current length of a sequence:
 
-- dynamic: unscaled when max_model_len fits the model's own maximum, else its base is fixed for max_model_len;
-- longrope: the short factors when max_model_len fits the original context, else the long ones.
+- dynamic: unscaled if max_model_len fits the model's own maximum, else the base is fixed for max_model_len;
+- longrope: the short factors if max_model_len fits the original context, else the long ones.
 
-Transformers changes both while a sequence grows, which leaves keys in its cache that were rotated by another frequency.
+Transformers changes both while a sequence grows. Its cache then holds keys that were rotated by other frequencies.
 """
 
 import functools
@@ -31,7 +31,7 @@ class Rope:
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """For kernels, which round only once, at the end."""
+        """cos and sin in float32, for kernels, which round only once, at the end."""
         angles = torch.arange(self.max_model_len, device=self.inv_freq.device)[:, None] * self.inv_freq
         return (torch.stack((angles.cos(), angles.sin()), dim=1) * self.factor).float()
 
@@ -41,9 +41,9 @@ class Rope:
 
 
 def frequencies(rope: RopeConfig, max_model_len: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Radians a token for each of the rotary_dim / 2 pairs, computed on the CPU so that all devices have the same."""
+    """Radians per token for each of the rotary_dim / 2 pairs. Computed on the CPU: the same values on all devices."""
     exponents = torch.arange(0, rope.rotary_dim, 2, device="cpu").to(dtype) / rope.rotary_dim
-    stretches = _theta(rope, max_model_len) ** exponents  # tokens a radian
+    stretches = _theta(rope, max_model_len) ** exponents  # tokens per radian
     base = 1.0 / stretches
     if rope.kind == "linear":
         return base / rope.factor
@@ -57,7 +57,7 @@ def frequencies(rope: RopeConfig, max_model_len: int, dtype: torch.dtype = torch
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied with, so that attention over a stretched context keeps its temperature."""
+    """Factor on cos and sin that keeps the temperature of attention over a stretched context."""
     if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -76,7 +76,7 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def _theta(rope: RopeConfig, max_model_len: int) -> float:
-    """The base wavelength; dynamic (NTK) scaling raises it where max_model_len exceeds the model's own maximum."""
+    """The base wavelength. Dynamic (NTK) scaling raises it if max_model_len exceeds the model's own maximum."""
     if rope.kind != "dynamic" or max_model_len <= rope.max_positions:
         return rope.theta
     stretch = rope.factor * max_model_len / rope.max_positions - (rope.factor - 1)
@@ -84,13 +84,13 @@ def _theta(rope: RopeConfig, max_model_len: int) -> float:
 
 
 def _llama3_keep(rope: RopeConfig, base: Tensor) -> Tensor:
-    """1 where a frequency turns often within the original context and stays, 0 where it is divided by the factor."""
+    """1 for frequencies that turn often in the original context and are kept, 0 if divided by the factor."""
     turns = rope.original_positions * base / (2 * math.pi)
     return ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
 
 
 def _yarn_keep(rope: RopeConfig, base: Tensor) -> Tensor:
-    """The same idea as a ramp over dimensions, from beta_fast turns (kept) to beta_slow turns (divided)."""
+    """The same as a ramp over dimensions, from beta_fast turns (kept) to beta_slow turns (divided)."""
 
     def dimension(turns: float) -> float:
         return rope.rotary_dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

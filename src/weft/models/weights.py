@@ -1,4 +1,4 @@
-"""Filling a model: safetensors read by memory map, tensor by tensor, into their rows; or random weights."""
+"""Fills a model: from memory-mapped safetensors, tensor by tensor into the parameters; or with random weights."""
 
 import json
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from weft.models.config import ModelConfig
 from weft.models.layers import RMSNorm
 from weft.models.registry import ARCHITECTURES
 
-PIECE = 1 << 26  # numbers that are drawn at a time
-MOST_HEADER = 100_000_000  # bytes; the library reads no longer ones
+PIECE = 1 << 26  # numbers drawn at a time
+MOST_HEADER = 100_000_000  # bytes; the library refuses longer headers
 
 
 def load_model(
@@ -32,9 +32,9 @@ def load_model(
 ) -> CausalLM:
     """The model of a directory, ready for inference. "dummy" draws random weights and reads no weight files.
 
-    `max_model_len` chooses between the frequencies of ropes that have several (see rope.py).
+    `max_model_len` selects the frequencies of ropes that have several (see rope.py).
     """
-    with torch.device("meta"):  # names and shapes only: a mismatch is found before memory is spent
+    with torch.device("meta"):  # names and shapes only: mismatches are found before memory is allocated
         model = ARCHITECTURES[config.architecture](config).requires_grad_(False).eval().to(dtype)
     if load_format == "dummy":
         _allocate(model, device)
@@ -50,7 +50,7 @@ def load_model(
 
 
 def _allocate(model: CausalLM, device: torch.device) -> None:
-    """As `to_empty`, which imports a computer algebra system (three seconds) to find the strides of what has none."""
+    """Same as `to_empty`, which would import a computer algebra system (three seconds) to find strides."""
 
     def empty(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -59,7 +59,7 @@ def _allocate(model: CausalLM, device: torch.device) -> None:
 
 
 class Checkpoint:
-    """The tensors of a model directory by name, whichever of its files they are in. Files are mapped, not read."""
+    """The tensors of a model directory by name, across its files. Files are memory-mapped, not read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class Checkpoint:
         return tensor
 
     def check(self, model: CausalLM) -> None:
-        """That every tensor the model needs is there, with the right shape and of a floating type."""
+        """Checks that every tensor of the model exists, with the right shape and a floating-point type."""
         for name, target in _sources(model, self):
             file = self._files[name]
             try:
@@ -94,7 +94,7 @@ class Checkpoint:
                 )
 
     def _has_index(self) -> bool:
-        # A single file wins over an index beside it, as in Transformers.
+        # A single file wins over an index next to it, as in Transformers.
         return (self.path / _INDEX).exists() and not (self.path / "model.safetensors").exists()
 
     def _indexed(self) -> dict[str, Path]:
@@ -127,7 +127,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def _sources(model: CausalLM, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor to read and the memory it fills. A stacked parameter may be in the checkpoint whole or in parts."""
+    """Yields each tensor to read and the memory to fill. Checkpoints hold stacked parameters whole or in parts."""
     for fill in model.fills():
         if fill.name in checkpoint:
             yield fill.name, fill.target
@@ -140,7 +140,7 @@ def _sources(model: CausalLM, checkpoint: Checkpoint) -> Iterator[tuple[str, Ten
 
 
 def _damage(file: Path) -> str | None:
-    """Where a truncated file ends, if its header can still be read: 8 bytes of length, then JSON with byte ranges."""
+    """What is wrong with an unreadable file, or None. A header is 8 bytes of length, then JSON with byte ranges."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -160,7 +160,7 @@ def _damage(file: Path) -> str | None:
 
 
 def _draw(model: CausalLM, seed: int) -> None:
-    """Random weights that keep activations at the scale of one. Those of two kinds of device differ."""
+    """Draws random weights that keep activations at the scale of one. They differ between kinds of device."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():

@@ -1,7 +1,7 @@
-"""Histograms that are cheap to fill, and the Prometheus text format they are shown in.
+"""Histograms that are cheap to fill, and the Prometheus text format in which they are exported.
 
-prometheus_client writes the same (the tests compare them), but takes 10 ms for a page of the server's size, on the
-thread that hands out everybody's tokens; this takes less than one.
+prometheus_client writes the same text (the tests compare them), but takes 10 ms for a page of the server's size, on the
+thread that delivers all tokens. This module takes less than 1 ms.
 """
 
 from bisect import bisect_left
@@ -12,13 +12,13 @@ from itertools import accumulate
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Labels = Mapping[str, str]
-Samples = float | Iterable[tuple[Labels, float]]  # one number, or one for each set of labels
+Samples = float | Iterable[tuple[Labels, float]]  # one number, or one number per set of labels
 
 
 class Histogram:
-    """Counts between borders: the union of those of all its views, so that every view is exact.
+    """Counts values between borders: the union of the borders of all its views, so that every view is exact.
 
-    A value on a border belongs below it, as Prometheus has it ("le").
+    A value on a border counts below it, as in Prometheus ("le").
     """
 
     __slots__ = ("borders", "counts", "sum")
@@ -33,19 +33,19 @@ class Histogram:
         return sum(self.counts)
 
     def add(self, value: float) -> None:
-        if value < 0.0:  # clocks of two processes; a sum must not go backwards
+        if value < 0.0:  # the clocks of two processes may differ; a sum must not decrease
             value = 0.0
         self.counts[bisect_left(self.borders, value)] += 1
         self.sum += value
 
     def fold(self, view: Sequence[float]) -> list[int]:
-        """How many values are at or below each border of a view, and at last how many there are."""
+        """Number of values at or below each border of a view, followed by the number of all values."""
         below = list(accumulate(self.counts))
         return [below[bisect_left(self.borders, border)] for border in view] + below[-1:]
 
 
 class Page:
-    """A text in the making: one call a metric. `common` labels go on every sample."""
+    """A metrics page under construction: one call per metric. `common` labels are added to every sample."""
 
     def __init__(self, common: Labels | None = None) -> None:
         self._common = dict(common or {})
@@ -97,5 +97,5 @@ def _escape(value: str) -> str:
 
 @cache
 def _border(value: float) -> str:
-    """As Go and prometheus_client write it, for queries that name a bucket."""
+    """A border as Go and prometheus_client write it, for queries that name a bucket."""
     return f"{value:g}" if value >= 1e6 else repr(float(value))

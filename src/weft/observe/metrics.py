@@ -1,7 +1,8 @@
-"""The numbers of a server, for Prometheus. They live in the API process and outlive engines, so counters only grow.
+"""Metrics of a server, for Prometheus. They live in the API process and outlive engines, so counters only grow.
 
-One set of numbers has two views: names of our own, whose buckets resolve milliseconds, and vLLM's names, labels and
-buckets, for the dashboards and routers that know those. What is called for every token does no more than a bisection.
+One set of numbers has two views: weft's names, with buckets that resolve milliseconds; and vLLM's names, labels and
+buckets, for dashboards and routers that know vLLM. A method that is called for every token does no more than a
+bisection.
 """
 
 from collections import Counter
@@ -14,15 +15,15 @@ from weft.observe.exposition import CONTENT_TYPE, Histogram, Page, Samples
 
 __all__ = ["CONTENT_TYPE", "EngineStep", "RequestDone", "ServerMetrics"]
 
-# Our own view of times, in seconds.
+# Buckets of weft's view, in seconds.
 FINE = (
     *(0.0005, 0.0007, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.07),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0),
 )
-HOST = (*(0.00005, 0.0001, 0.0002, 0.0005), *FINE[2:])  # what the host does in a step is quicker
+HOST = (*(0.00005, 0.0001, 0.0002, 0.0005), *FINE[2:])  # host work of a step is quicker
 RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 3.0, 5.0, 10.0)
 
-# vLLM's (vllm/v1/metrics/loggers.py).
+# vLLM's buckets and labels (vllm/v1/metrics/loggers.py).
 VLLM_TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
     *(160.0, 640.0, 2560.0),
@@ -36,20 +37,20 @@ VLLM_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 163
 VLLM_N = (1, 2, 5, 10, 20)
 VLLM_REASONS = ("stop", "length", "abort", "error")
 
-# Shown before they happen, so that their first time is an increase.
+# Exported as 0 from the start, so that the first refusal is an increase.
 REFUSALS = ("queue_full", "deadline", "rate_limit", "concurrency", "draining", "body_too_large", "bodies_full")
 
-MAX_ENDPOINTS = 200  # pairs of path and status; who asks for paths at random must not fill our memory
+MAX_ENDPOINTS = 200  # pairs of path and status; a client that sends random paths must not fill the memory
 
 
 class RequestDone(NamedTuple):
-    """What became of one prompt, all its `n` completions together. Times are in seconds; None: it never got there."""
+    """The result of one prompt, with all its `n` completions. Times are in seconds; None: it did not get that far."""
 
     reason: str  # "stop", "length", "abort" or "error"
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int  # of the prompt
-    queue: float  # from arrival to the first step that carried it
+    queue: float  # from arrival to the first step with this request
     prefill: float | None  # from there to the first token
     decode: float | None  # from there to the last
     ttft: float | None
@@ -60,7 +61,7 @@ class RequestDone(NamedTuple):
 
 
 class EngineStep(NamedTuple):
-    """What metrics want to know of a step: most of its StepRecord, and what waits."""
+    """What metrics need of a step: most of its StepRecord, and the queue."""
 
     started: float
     finished: float
@@ -76,7 +77,7 @@ class EngineStep(NamedTuple):
     free_blocks: int
     host: HostTimes = HostTimes()
     starved: bool = False
-    taken: int = 0  # streams that the engine process has taken in or turned away since it started
+    taken: int = 0  # streams that the engine process has accepted, rejected or aborted since it started
 
     @classmethod
     def of(cls, record: StepRecord, queued_tokens: int, taken: int) -> Self:
@@ -100,7 +101,7 @@ class EngineStep(NamedTuple):
 
 
 class ServerMetrics:
-    """Told what happens, renders it when scraped. For one thread."""
+    """Records events and renders them when scraped. For one thread."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class ServerMetrics:
         self._n = Histogram(VLLM_N)
 
     def first_token(self, seconds: float, target: float | None) -> None:
-        """A completion's first token came. Every token is reported once, here or to `gap`, streamed or not."""
+        """Records a completion's first token. Every token is recorded once, here or in `gap`, streamed or not."""
         self._ttft.add(seconds)
         if target is not None:
             if seconds <= target:
@@ -159,7 +160,7 @@ class ServerMetrics:
                 self._ttft_broken += 1
 
     def gap(self, seconds: float, target: float | None) -> None:
-        """A later token came, so long after the one before."""
+        """Records a later token, `seconds` after the previous one."""
         self._gap.add(seconds)
         if target is not None:
             if seconds <= target:
@@ -168,7 +169,7 @@ class ServerMetrics:
                 self._gap_broken += 1
 
     def started(self) -> None:
-        """A request was accepted; `finished` is called for it, whatever becomes of it."""
+        """Records an accepted request. `finished` is called for each of them, however it ends."""
         self._started += 1
 
     def finished(self, done: RequestDone) -> None:
@@ -180,7 +181,7 @@ class ServerMetrics:
             self._inference.add(done.prefill + (done.decode or 0.0))
         if done.decode is not None:
             self._decode.add(done.decode)
-            later = done.output_tokens - done.n  # tokens with a gap before them, in `n` streams side by side
+            later = done.output_tokens - done.n  # tokens with a gap before them, in `n` parallel streams
             self._time_per_token.add(done.decode * done.n / later if later > 0 else 0.0)
         if done.largest_gap is not None:
             self._largest_gap.add(done.largest_gap)
@@ -192,22 +193,22 @@ class ServerMetrics:
             self._max_tokens.add(done.max_tokens)
 
     def refused(self, reason: str) -> None:
-        """A request was turned away; see REFUSALS for the reasons there are."""
+        """Records a refused request. REFUSALS lists the reasons."""
         self._refused[reason] += 1
 
     def disconnected(self) -> None:
-        """A client left before its answer was complete."""
+        """Records a client that left before its answer was complete."""
         self._disconnects += 1
 
     def responded(self, path: str, status: int) -> None:
-        """`path` is the route's, not what the client wrote."""
+        """Records a response. `path` is the route's path, not the text that the client sent."""
         key = path, str(status)
         if key not in self._responses and len(self._responses) >= MAX_ENDPOINTS:
             key = "other", str(status)
         self._responses[key] += 1
 
     def step(self, step: EngineStep) -> None:
-        if not step.decode_tokens and not step.prefill_tokens:  # no step at all: how busy the engine is without one
+        if not step.decode_tokens and not step.prefill_tokens:  # no step ran: reports only the load of the engine
             self.load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
             return
         kind = "prefill" if step.prefill_tokens else "decode"
@@ -228,16 +229,16 @@ class ServerMetrics:
 
     @property
     def starved_steps(self) -> int:
-        """Steps in which the promised gap left prompts less than a quarter of `chunked`'s pace."""
+        """Steps in which the promised gap left prefills less than a quarter of the pace of policy `chunked`."""
         return self._starved_steps
 
     def load(self, running: int, waiting: int, queued_tokens: int, free_blocks: int) -> None:
-        """How busy the engine is. Steps tell it; this is for what happens between them, such as the last abort."""
+        """Sets the load of the engine. Steps report it; this is for changes between steps, such as the last abort."""
         self._running, self._waiting = running, waiting
         self._queued_tokens, self._free_blocks = queued_tokens, free_blocks
 
     def engine_started(self, block_size: int, num_blocks: int) -> None:
-        """An engine is ready, the first one or another."""
+        """Records that an engine is ready, the first one or a later one."""
         self._engine_up = True
         self._engine_starts += 1
         self.block_size, self.num_blocks = block_size, num_blocks

@@ -1,4 +1,4 @@
-"""StepLog: StepRecords as JSON lines, for whoever wants to know what every step did."""
+"""StepLog: writes StepRecords as JSON lines, for an analysis of every step."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -10,13 +10,13 @@ from weft.errors import OptionError
 
 
 class StepLog:
-    """Appends a line for each step."""
+    """Appends one line per step."""
 
     _names = tuple(field.name for field in fields(StepRecord) if field.name not in ("host", "shape"))
 
     def __init__(self, path: Path) -> None:
         try:
-            self._file = path.open("ab", buffering=0)  # the process may end at any time
+            self._file = path.open("ab", buffering=0)  # unbuffered: the process may end at any time
         except OSError as error:
             raise OptionError(f"--record-steps {path}: {error.strerror}; name a file that can be written") from None
 

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces by the GenAI conventions: one span a request, with its queue, prefill and decode below it.
+"""OpenTelemetry traces by the GenAI conventions: one span per request, with child spans for queue, prefill and decode.
 
-A request is reported once, when it has ended; spans get their times afterwards, so that nothing is carried along while
-tokens flow. A thread of the SDK sends them away. OpenTelemetry is optional (`weft[otel]`) and imported only if wanted.
+A request is reported once, when it has ended. Spans get their times afterwards, so that nothing is recorded while
+tokens flow. A thread of the SDK sends them. OpenTelemetry is optional (`weft[otel]`) and imported only if it is used.
 """
 
 import threading
@@ -17,33 +17,33 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
 
-# Spans that are sent at once. To encode them takes the interpreter's lock from the event loop: 3 ms, and 24 ms for the
-# SDK's own 512.
+# Spans per export. Encoding them holds the GIL, for which the event loop waits: 3 ms, and 24 ms for the SDK's default
+# of 512.
 BATCH = 64
 
 Attributes = dict[str, str | int | float | list[str]]
 
 
 class RequestSpan(NamedTuple):
-    """What a trace tells of a request. Times are in seconds."""
+    """What a trace reports about a request. Times are in seconds."""
 
     done: RequestDone
     arrival: float  # on the tracer's clock
     operation: str  # "chat" or "text_completion"
-    model: str  # as the client called it
+    model: str  # name that the client sent
     response_model: str
     response_id: str
     temperature: float | None = None
     top_p: float | None = None
     gap_target: float | None = None
     ttft_target: float | None = None
-    error: str | None = None  # the class of what went wrong
+    error: str | None = None  # class of the error
     traceparent: str | None = None  # the client's W3C headers
     tracestate: str | None = None
 
 
 class Tracer:
-    """Sends traces to a collector. For one thread; `request` does not wait for the network."""
+    """Sends traces to a collector. For one thread. `request` does not wait for the network."""
 
     def __init__(self, provider: "TracerProvider", clock: Callable[[], float] = time.perf_counter) -> None:
         self._provider = provider
@@ -54,7 +54,7 @@ class Tracer:
     def make(
         endpoint: str | None, service: str = "weft", clock: Callable[[], float] = time.perf_counter
     ) -> Optional["Tracer"]:
-        """`endpoint` is a collector's OTLP/HTTP address, as in http://localhost:4318; without one nothing is traced."""
+        """A tracer for a collector at an OTLP/HTTP address such as http://localhost:4318; None without an endpoint."""
         if endpoint is None:
             return None
         address = _traces_address(endpoint)
@@ -71,11 +71,11 @@ class Tracer:
         return Tracer(provider, clock)
 
     def request(self, request: RequestSpan) -> None:
-        """To be called when a request has ended."""
+        """Reports a request. To be called when the request has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         done, arrival = request.done, request.arrival
-        # Anew each time, because the wall clock is adjusted now and then.
+        # Both are read for each request, because the wall clock is adjusted now and then.
         wall, now = time.time_ns(), self._clock()
 
         def epoch(moment: float) -> int:
@@ -100,7 +100,7 @@ class Tracer:
         span.end(epoch(arrival + done.e2e))
 
     def close(self, patience: float = 5.0) -> None:
-        """Sends what is left, and gives up after so many seconds: a dead collector must not keep a server alive."""
+        """Sends remaining spans for at most `patience` seconds: a dead collector must not keep a server alive."""
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
         last.join(patience)

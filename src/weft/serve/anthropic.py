@@ -1,4 +1,4 @@
-"""/v1/messages: the bodies of Anthropic's API, and the chats that they stand for. Nothing is stored."""
+"""/v1/messages: the request bodies of Anthropic's API, and their translation to chats. Nothing is stored."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,16 +12,16 @@ from weft.serve.fields import ChatBody, Count, Json, Stop, TokenizeBody, Whole
 from weft.serve.infer import Call
 from weft.serve.messages import Facts
 
-# Claude Code's first system block: bookkeeping for Anthropic, with a hash that changes with every request. In front of
-# everything else it would keep all prompts from being found in the prefix cache.
+# Start of Claude Code's first system block: billing data for Anthropic, with a hash that changes with every request. At
+# the start of the prompt, it would prevent every prefix cache hit.
 BILLING = "x-anthropic-billing-header"
-EFFORTS = {"xhigh": "high", "max": "high"}  # templates know low, medium and high
+EFFORTS = {"xhigh": "high", "max": "high"}  # chat templates only know low, medium and high
 
 
 class Thinking(Struct):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Count | None = None  # not enforced: max_tokens bounds thoughts and answer together
-    display: str | None = None  # "omitted": thinking blocks come without their text
+    budget_tokens: Count | None = None  # not enforced: max_tokens limits reasoning and answer together
+    display: str | None = None  # "omitted": thinking blocks have no text
 
 
 class Metadata(Struct):
@@ -30,11 +30,11 @@ class Metadata(Struct):
 
 class OutputConfig(Struct):
     effort: str | None = None
-    format: Json | None = None  # what the answer must look like
+    format: Json | None = None  # the required structure of the answer
 
 
 class CountTokensBody(Struct, kw_only=True):
-    """What becomes the prompt."""
+    """The fields that determine the prompt."""
 
     messages: list[Json]
     model: str | None = None
@@ -44,8 +44,8 @@ class CountTokensBody(Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: Json | None = None  # the older name of output_config.format
-    mcp_servers: list[Json] | None = None  # would change the answer and is not there: an error
-    context_management: Json | None = None  # what to leave out of long conversations: nothing is left out here
+    mcp_servers: list[Json] | None = None  # not supported, and would change the answer: an error
+    context_management: Json | None = None  # which old content to drop: ignored, nothing is dropped
     chat_template_kwargs: Json | None = None
 
 
@@ -63,24 +63,27 @@ class MessagesBody(CountTokensBody, kw_only=True):
 
 
 async def message(desk: Desk, body: MessagesBody, caller: Caller, facts: Facts) -> Call:
-    """A chat that is shown in Anthropic's way. `max_tokens` may be more than the context has room for."""
+    """A chat call with Anthropic's answer format. `max_tokens` may exceed the context: it is then lowered."""
     format = MessagesFormat(f"msg_{caller.request_id}", desk.model, body.max_tokens, body.service_tier, _omits(body))
     template = desk.texts.template
     chat = await desk.texts.aside(caller.size, lambda: as_chat(body, template.takes_late_system))
     call = await desk.chat(chat, caller, facts, format, fits=True)
-    call.includes_usage = call.counts_first = True  # in its last and in its first event
+    call.includes_usage = call.counts_first = True  # usage in the last and in the first event
     return call
 
 
 async def count_tokens(desk: Desk, body: CountTokensBody, size: int) -> int:
-    """Tokens of the prompt that these messages become; `size` in bytes, as in Caller."""
+    """Number of tokens of the prompt. `size` is the body's size in bytes, as in Caller."""
     template = desk.texts.template
     prompt = await desk.texts.aside(size, lambda: as_prompt(body, template.takes_late_system))
     return len(await desk.chat_ids(prompt, size))
 
 
 def as_prompt(body: CountTokensBody, late_system: bool = True) -> TokenizeBody:
-    """The prompt alone. `late_system`: whether the chat template takes a system message behind others."""
+    """The prompt as messages for the chat template.
+
+    `late_system`: whether the template accepts a system message after other messages.
+    """
     if body.mcp_servers:
         raise RequestError("mcp_servers: this server connects to no MCP server: leave them out")
     messages = _conversation(body, "system" if late_system else "user")
@@ -93,7 +96,7 @@ def as_prompt(body: CountTokensBody, late_system: bool = True) -> TokenizeBody:
 
 
 def as_chat(body: MessagesBody, late_system: bool = True) -> ChatBody:
-    """The same wish as a chat; `late_system` as in `as_prompt`."""
+    """The same request as a chat. `late_system` is as in `as_prompt`."""
     if "" in (body.stop_sequences or ()):
         raise RequestError("stop_sequences has an empty text in it: leave that out")
     prompt = as_prompt(body, late_system)
@@ -121,9 +124,9 @@ def as_chat(body: MessagesBody, late_system: bool = True) -> ChatBody:
 
 
 def _conversation(body: CountTokensBody, late_role: str) -> list[Json]:
-    """Messages as chat templates know them. Neighbours of the same role become one, as they do at Anthropic.
+    """Messages in the format of chat templates. Adjacent messages of the same role are merged, as at Anthropic.
 
-    Until the end of this function, `content` is a list of texts: adding to one long text would copy it each time.
+    Until the end of this function `content` is a list: appending to one long string would copy it each time.
     """
     talk: list[Json] = []
     if texts := _texts(body.system, "system") if body.system else []:
@@ -166,7 +169,7 @@ def _add_user(talk: list[Json], blocks: list[Json], where: str) -> None:
                     raise RequestError(f"{where}: a tool_result needs a tool_use_id, the id of the call")
                 texts = _texts(block.get("content"), where)
                 if block.get("is_error") is True and not "".join(texts[:1]).startswith("Error"):
-                    texts = [f"Error: {''.join(texts[:1])}", *texts[1:]]  # chats have no other place for this
+                    texts = [f"Error: {''.join(texts[:1])}", *texts[1:]]  # chat messages have no error flag
                 talk.append({"role": "tool", "tool_call_id": id, "content": texts})
             case kind:
                 raise _unreadable(kind, where)
@@ -185,7 +188,7 @@ def _add_assistant(talk: list[Json], blocks: list[Json], where: str) -> None:
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": input}}
                 talk[-1].setdefault("tool_calls", []).append(call)
             case "thinking" | "redacted_thinking":
-                pass  # the model's own thoughts are not shown to it again
+                pass  # earlier reasoning is not put into the prompt
             case kind:
                 raise _unreadable(kind, where)
 
@@ -199,7 +202,7 @@ def _blocks(content: Any, where: str) -> list[Json]:
 
 
 def _texts(content: Any, where: str) -> list[str]:
-    """What consists of nothing but text."""
+    """The texts of content that may only have text blocks. Billing data is dropped."""
     found = []
     for block in _blocks("" if content is None else content, where):
         if block.get("type") != "text":
@@ -253,7 +256,7 @@ def _tool_choice(choice: Json, has_tools: bool) -> str | Json | None:
 
 
 def _template_options(body: CountTokensBody) -> Json | None:
-    """How much the model thinks, in the words of chat templates."""
+    """Chat template options that control how much the model thinks."""
     options: Json = {}
     if body.thinking is not None:
         options["enable_thinking"] = body.thinking.type != "disabled"
@@ -275,5 +278,5 @@ def _response_format(body: CountTokensBody) -> Json | None:
 
 
 def _omits(body: MessagesBody) -> bool:
-    """Whether the client wants no thoughts to read."""
+    """Whether the answer's thinking blocks have no text."""
     return body.thinking is not None and body.thinking.display == "omitted"

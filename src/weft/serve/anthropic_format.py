@@ -1,4 +1,4 @@
-"""How an answer looks in Anthropic's API: a message of blocks (thoughts, text, calls of tools), whole or as events."""
+"""Anthropic's answer format: a message of blocks (thinking, text, tool use), as one body or as events."""
 
 from collections.abc import Sequence
 from itertools import dropwhile, takewhile
@@ -14,17 +14,17 @@ from weft.text.tools import ToolCallDelta
 
 
 class MessagesFormat:
-    """One answer. Of a stream, it knows which block is open."""
+    """Formats one answer. For a stream, tracks the open block."""
 
-    done = b""  # the last event says that it is one
+    done = b""  # the last event (message_stop) ends the stream
     token_ids = False
 
     def __init__(self, id: str, model: str, max_tokens: int, service_tier: str | None, omits_thoughts: bool) -> None:
         self.id, self.model, self.max_tokens = id, model, max_tokens
-        self.tier = "batch" if service_tier == "flex" else "standard"  # as the SDKs know it
+        self.tier = "batch" if service_tier == "flex" else "standard"  # the values that the SDKs know
         self.omits_thoughts = omits_thoughts
-        self._index = -1  # of the latest block
-        self._open: str | None = None  # its type, until it ends
+        self._index = -1  # index of the latest block
+        self._open: str | None = None  # type of the open block; None: no block is open
         self._choice: Choice | None = None
 
     def opening(self, choice: Choice, extras: Json) -> bytes:
@@ -41,7 +41,7 @@ class MessagesFormat:
             data += self._begin("thinking", thinking="", signature="")
             if not self.omits_thoughts:
                 data += self._delta("thinking_delta", thinking=piece.reasoning)
-        if self._open == "tool_use":  # what belongs to this call comes before text that one push brought with it
+        if self._open == "tool_use":  # the rest of the open call goes before text of the same piece
             data += b"".join(map(self._arguments, takewhile(goes_on, calls)))
             calls = list(dropwhile(goes_on, calls))
         if text:
@@ -53,9 +53,9 @@ class MessagesFormat:
         return data + self._end() if piece.reason is not None else data
 
     def closing(self, extras: Json) -> bytes:
-        assert self._choice is not None  # a stream that closes was opened
+        assert self._choice is not None  # `opening` was called before
         usage = self._usage(extras["usage"])
-        del usage["service_tier"]  # has its place in the first event
+        del usage["service_tier"]  # it belongs to the first event only
         delta = self._stop(self._choice, usage["output_tokens"])
         last = _event("message_delta", delta=delta, usage=usage, metrics=extras["metrics"])
         return last + _event("message_stop")
@@ -83,7 +83,7 @@ class MessagesFormat:
         return {**about, "content": content, **stop, "usage": self._usage(usage)}
 
     def _stop(self, choice: Choice, output_tokens: int) -> Json:
-        """Why the answer ended. A stop sequence is named also where it cut a call of a tool."""
+        """The stop reason. A stop sequence takes precedence over a tool call that it cut off."""
         sequence = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         if sequence is not None:
             reason = "stop_sequence"
@@ -94,7 +94,7 @@ class MessagesFormat:
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self, usage: Json) -> Json:
-        """Anthropic counts cached tokens of the prompt apart from the others."""
+        """Usage in Anthropic's format: input_tokens excludes cached prompt tokens."""
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
@@ -105,7 +105,7 @@ class MessagesFormat:
         }
 
     def _begin(self, kind: str, **fields: Any) -> bytes:
-        """Opens a block, unless one of this type is open."""
+        """Opens a block, and ends the previous one, unless a block of this type is open."""
         if self._open == kind:
             return b""
         data = self._end()
@@ -115,7 +115,7 @@ class MessagesFormat:
     def _end(self) -> bytes:
         if self._open is None:
             return b""
-        # A signature lets Anthropic recognise its own thoughts. Clients expect one; here it is empty.
+        # Anthropic verifies its thinking blocks by a signature. Clients expect one; here it is empty.
         data = self._delta("signature_delta", signature="") if self._open == "thinking" else b""
         self._open = None
         return data + _event("content_block_stop", index=self._index)
@@ -128,7 +128,7 @@ class MessagesFormat:
 
 
 def _object(arguments: str) -> Json:
-    """The input of a call; {} where the text was cut off or is no object."""
+    """The input of a tool call; {} if the JSON was cut off or is not an object."""
     try:
         found = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):

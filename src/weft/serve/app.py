@@ -1,4 +1,4 @@
-"""The application: routes, and what a server holds while it runs."""
+"""The HTTP application: its routes, and the state that all requests share."""
 
 import asyncio
 import os
@@ -47,11 +47,11 @@ Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass
 class Server:
-    """Everything that requests share."""
+    """The state that all requests share, and the endpoint handlers."""
 
     options: ServeOptions
     engine_options: EngineOptions
-    names: tuple[str, ...]  # of the model; the first is the one in answers
+    names: tuple[str, ...]  # of the model; answers carry the first one
     desk: Desk
     client: EngineClient
     metrics: ServerMetrics
@@ -60,13 +60,13 @@ class Server:
     bodies: Bodies
     created: int  # seconds since the epoch
     draining: bool = False
-    active: int = 0  # inference requests
+    active: int = 0  # running inference requests
     collector: Collector = field(default_factory=Collector)
     turns: Turns = field(default_factory=Turns)
     log: Sparing = field(default_factory=Sparing)
     unknown: Unknown = field(default_factory=Unknown)
-    resets: Counter[str] = field(default_factory=Counter)  # of the prefix cache, by tenant
-    quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and none is active
+    resets: Counter[str] = field(default_factory=Counter)  # number of prefix cache resets, by tenant
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and no request is active
     stored: StoredResponses = field(init=False)
     tokens: TokenEndpoints = field(init=False)
 
@@ -75,7 +75,7 @@ class Server:
         self.tokens = TokenEndpoints(self)
 
     def drain(self) -> None:
-        """From now on new work is refused; `quiet` is set when the old is done."""
+        """Refuses new inference requests from now on. `quiet` is set when the active ones have ended."""
         self.draining = True
         self.client.changed.set()
         if not self.active:
@@ -83,7 +83,7 @@ class Server:
 
     def app(self) -> ASGIApp:
         table = self._table()
-        # The same for clients whose base URL has no /v1, as llama.cpp has it.
+        # The same paths without /v1, as in llama.cpp, for clients with such a base URL.
         short = [row for row in table if row[0].startswith("/v1/") and not row[0].startswith("/v1/messages")]
         table += [(path.removeprefix("/v1"), method, handler) for path, method, handler in short]
         routes = [Route(path, _Endpoint(handler, path), methods=[method]) for path, method, handler in table]
@@ -103,7 +103,7 @@ class Server:
             if self.tracer is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self.tracer.close)
 
-        # The router alone: Starlette's own middleware would turn errors into pages before the gate sees them.
+        # Only the router: Starlette's middleware would turn errors into pages before the Gate sees them.
         inner = Router(routes=routes, lifespan=lifespan, redirect_slashes=False)
         return Gate(
             inner,
@@ -116,7 +116,7 @@ class Server:
         )
 
     async def _first_engine(self) -> None:
-        """Nobody is listened to before the model is loaded: who waits for an answer waits for the right thing."""
+        """Waits for the first engine. No connection is accepted before, so no client waits for the model to load."""
         while self.client.facts is None and self.client.fatal is None and not self.draining:
             await self.client.changed.wait()
             self.client.changed.clear()
@@ -189,7 +189,10 @@ class Server:
         check: Callable[[B, Caller, Facts], Coroutine[Any, Any, Call]],
         detach: Callable[[Call, Work, ExitStack], Awaitable[None]] | None = None,
     ) -> None:
-        """`detach` takes over a call that goes on without its client, and what counts it among those that run."""
+        """Handles one inference request from the body to the last byte.
+
+        `detach` takes over a background call, together with its place in the count of active requests.
+        """
         arrival = clock()
         facts = self.facts()
         if self.draining:
@@ -200,7 +203,7 @@ class Server:
         with ExitStack() as admission:
             admission.enter_context(self._admitted(tenant))
             try:
-                self.client.check_queue()  # before anything is read
+                self.client.check_queue()  # before the body is read
                 data = await self.bodies.read(scope, receive)
                 there = admission.enter_context(closing(Presence(receive)))
                 caller = Caller(tenant, self._salt(tenant), wanted(headers), arrival, new_request_id(), len(data))
@@ -222,7 +225,7 @@ class Server:
 
     @contextmanager
     def _admitted(self, tenant: str) -> Iterator[None]:
-        """Counts an inference request while it runs, for the limits of its key and for shutdown."""
+        """Counts an inference request while it runs: for the limits of its API key, and for shutdown."""
         with self.counted(tenant):
             self.active += 1
             try:
@@ -291,7 +294,7 @@ class Server:
         return (await self._parse_all(data, kind))[0]
 
     async def _parse_all(self, data: bytes, kind: type[B]) -> tuple[B, dict[str, bytes]]:
-        """A body, and the fields that its kind does not have."""
+        """The body, and the fields that `kind` does not define, as JSON by name."""
         try:
             if len(data) <= QUICK:
                 return parse_all(data, kind, NAMES)
@@ -332,7 +335,7 @@ class Server:
         }
 
     def _limited(self, handler: Handler) -> Handler:
-        """The same endpoint, counted for the limits of the key that asks."""
+        """The same endpoint, counted towards the limits of the API key."""
 
         async def limited(scope: Scope, receive: Receive, send: Send) -> None:
             with self.counted(scope["tenant"]):
@@ -342,7 +345,7 @@ class Server:
 
     @contextmanager
     def counted(self, tenant: str) -> Iterator[None]:
-        """Work with texts counts like any other request of a key."""
+        """Counts a request towards the limits of its API key while it runs."""
         self.limits.enter(tenant)
         try:
             yield
@@ -350,7 +353,7 @@ class Server:
             self.limits.leave(tenant)
 
     async def body(self, scope: Scope, receive: Receive, kind: type[B]) -> tuple[B, int]:
-        """A body and the number of its bytes."""
+        """The parsed body and its size in bytes."""
         try:
             data = await self.bodies.read(scope, receive)
             return await self._parse(data, kind), len(data)
@@ -360,7 +363,7 @@ class Server:
     # About the server
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Whether the engine process is up: what a liveness probe asks."""
+        """Liveness probe: 200 if the engine process is ready and responds."""
         if self.client.facts is None:
             why = self.client.fatal or "the engine process is starting"
             raise ApiError(503, why, code="engine_down", retry_after=2)
@@ -369,7 +372,7 @@ class Server:
         await answer(send, 200, {"status": "ok"})
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Whether new work is taken: what a readiness probe asks."""
+        """Readiness probe: 200 if the server accepts new requests."""
         if self.draining:
             raise ApiError(
                 503, "the server is shutting down", code="draining", retry_after=self.options.shutdown_timeout
@@ -392,7 +395,7 @@ class Server:
     async def server_info(self, scope: Scope, receive: Receive, send: Send) -> None:
         facts = self.client.facts
         shown = asdict(self.options)
-        shown["api_key"] = len(self.options.api_key)  # how many, never which
+        shown["api_key"] = len(self.options.api_key)  # the number of keys, never the keys
         await answer(
             send,
             200,
@@ -408,7 +411,7 @@ class Server:
         )
 
     async def reset_prefix_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forgets the caller's prefixes, and nobody else's. Where all share the cache, they are everybody's."""
+        """Drops the cached prefixes of the calling tenant only. If all tenants share the cache, drops all."""
         self.facts()
         tenant = scope["tenant"]
         if self._salt(tenant):
@@ -418,9 +421,9 @@ class Server:
         await answer(send, 200, {"status": "ok"})
 
     def _salt(self, tenant: str) -> str:
-        """What the hashes of a tenant's prefixes begin with; "" where all share the cache.
+        """The salt of a tenant's block hashes, or "" if all tenants share the cache.
 
-        With another number of resets the old blocks are never found again. They go as all blocks do that nobody uses.
+        A reset changes the salt, so that the old blocks never match again. They are evicted like all unused blocks.
         """
         if not tenant or self.options.share_prefix_cache:
             return ""
@@ -431,19 +434,19 @@ class Server:
 
 
 def _operation(body: Any) -> str:
-    """What OpenTelemetry's conventions call it."""
+    """The operation name of OpenTelemetry's conventions."""
     if isinstance(body, EmbeddedBody):
         return "embeddings"
     return "text_completion" if isinstance(body, CompletionBody) else "chat"
 
 
 class _Endpoint:
-    """Starlette takes an object that is not a function for an application, and leaves request and response to it."""
+    """An endpoint as an ASGI application. Starlette calls an object that is not a function directly as one."""
 
     def __init__(self, handler: Handler, path: str) -> None:
         self._handler = handler
         self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["weft_route"] = self._path  # for the metrics: "/v1/responses/{id}", whatever the id
+        scope["weft_route"] = self._path  # for the metrics: the pattern, such as "/v1/responses/{id}", not the id
         await self._handler(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Background responses: each goes on without its client, which may leave and come back."""
+"""Background responses: they continue when the client disconnects, and the client may reconnect."""
 
 import asyncio
 from collections import deque
@@ -15,16 +15,16 @@ from weft.serve.infer import GONE, Gone, Watcher
 from weft.serve.response_store import Stored
 from weft.serve.responses import ResponsesFormat
 
-MOST_EVENTS = 2 << 20  # bytes of a stream that are kept for clients that come back: about 10,000 tokens
-MOST_STREAMED = 64  # streams in the background at once: 128 MiB of events
+MOST_EVENTS = 2 << 20  # bytes of a stream kept for clients that reconnect: about 10,000 tokens
+MOST_STREAMED = 64  # concurrent background streams: 128 MiB of events
 Work = Callable[[Watcher, Send], Awaitable[object]]  # runs a call to its end
 
 
 class EventLog:
-    """The last events of a stream, by sequence number. The oldest go first; the last one always stays."""
+    """The latest events of a stream, by sequence number. The oldest are dropped first; the last one is always kept."""
 
     def __init__(self, most: int = MOST_EVENTS) -> None:
-        self.first = 0  # number of the first event that is kept
+        self.first = 0  # sequence number of the oldest event that is kept
         self.ended = False
         self._most = most
         self._bytes = 0
@@ -33,15 +33,15 @@ class EventLog:
 
     @classmethod
     def of(cls, events: tuple[bytes, ...], first: int) -> "EventLog":
-        """That of a stream that has ended."""
+        """The log of a stream that has ended."""
         log = cls()
         log.first, log.ended = first, True
         log._events.extend(events)
         return log
 
     def append(self, data: bytes) -> None:
-        """Takes one or more whole events."""
-        for event in data.split(b"\n\n")[:-1]:  # JSON has no line breaks within
+        """Appends one or more complete events."""
+        for event in data.split(b"\n\n")[:-1]:  # the JSON has no line breaks inside
             self._events.append(event + b"\n\n")
             self._bytes += len(event) + 2
         while self._bytes > self._most and len(self._events) > 1:
@@ -54,7 +54,7 @@ class EventLog:
         self._wake()
 
     def since(self, number: int) -> list[bytes]:
-        """The events from this number on; `number` is at least `first`."""
+        """The events from this sequence number on. `number` must be at least `first`."""
         events, start = self._events, number - self.first
         return [events[at] for at in range(start, len(events))]
 
@@ -63,10 +63,10 @@ class EventLog:
         return tuple(self._events)
 
     async def news(self) -> None:
-        """Until something was appended, or the stream has ended."""
+        """Waits until an event is appended or the stream ends."""
         if self._news is None:
             self._news = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._news)  # others wait for the same
+        await asyncio.shield(self._news)  # other clients wait for the same future
 
     def _wake(self) -> None:
         if self._news is not None and not self._news.done():
@@ -75,7 +75,7 @@ class EventLog:
 
 
 class Running:
-    """A background response on its way. It is the Watcher of its job: to cancel is as if the client had left."""
+    """A background response that has not ended. It is the Watcher of its job: `cancel` acts like a disconnect."""
 
     def __init__(self, tenant: str, format: ResponsesFormat, input: bytes, streams: bool) -> None:
         self.tenant, self.format = tenant, format
@@ -95,21 +95,21 @@ class Running:
             job.put(Update(0, None, lost=GONE))
 
     def cancel(self) -> None:
-        """Ends it as soon as the job looks at its news; `ended` is set then."""
+        """Ends the response when the job reads its updates. `ended` is set after that."""
         self._is_cancelled = True
         if self._job is not None:
             self._job.put(Update(0, None, lost=GONE))
 
     @property
     def body(self) -> bytes:
-        """The response as it stands."""
+        """The current state of the response, as JSON."""
         begun = self._job is not None and bool(self._job.begins)
         return to_json(self.format.snapshot("in_progress" if begun else "queued"))
 
     async def run(self, work: Work, admission: ExitStack, failed: Callable[[], None]) -> Stored:
-        """Runs the response to its end, whatever the end is, and returns it.
+        """Runs the response to its end, which may be an error, and returns the result.
 
-        `admission` counts it among the requests that run; `failed` is called for errors of the server itself.
+        `admission` counts it as an active request until then. `failed` is called for internal errors of the server.
         """
         with admission:
             try:
@@ -143,13 +143,13 @@ class Running:
         )
 
     def close(self) -> None:
-        """Its end is stored: clients that wait may go on."""
+        """Wakes waiting clients. To be called after the result is stored."""
         self.ended.set()
         if self.log is not None:
             self.log.end()
 
     async def _take(self, message: Message) -> None:
-        """What a client would be sent: events of a stream, or the whole response."""
+        """The ASGI `send` of the call: keeps events of a stream, or the whole response."""
         data = message.get("body", b"")
         if not data:
             return

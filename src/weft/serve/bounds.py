@@ -1,16 +1,16 @@
-"""Bounds that a process sets itself before it runs what others have written. It dies of them, and nothing else does."""
+"""Limits that a child process sets for itself before it runs untrusted input. Only that process dies of them."""
 
 import signal
 
 
 def limit_time(seconds: float) -> None:
-    """Processor time from now on; 0: no limit. A signal ends the process, also in the middle of a library."""
+    """Limits CPU time from now on; 0: no limit. A signal kills the process, even inside a C library."""
     if hasattr(signal, "setitimer"):  # not on Windows
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_memory(more: int) -> None:
-    """Bytes that the process may take beside those that it has."""
+    """Limits memory to `more` bytes on top of the current address space."""
     try:
         import resource
     except ImportError:  # not on Windows

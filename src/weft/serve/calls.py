@@ -1,4 +1,4 @@
-"""From a body to a Call: everything about a request is checked here, and its prompt becomes token ids."""
+"""Turns a request body into a Call: checks all of it, and encodes the prompt to token ids."""
 
 import asyncio
 import math
@@ -40,36 +40,36 @@ from weft.serve.texts import SHORT, Texts
 from weft.serve.tools import Tools
 from weft.text.reasoning import REASONING_PARSERS, make_reasoning_parser, place_of
 
-NOT_PROMISED = (b"x-slo-promise", b"not promised")  # where x-slo headers came to a server without targets
-DEFAULT_MAX_TOKENS = 16  # of a text completion, as OpenAI has it; a chat may use all the room there is
+NOT_PROMISED = (b"x-slo-promise", b"not promised")  # the answer to x-slo headers if the server has no targets
+DEFAULT_MAX_TOKENS = 16  # of a text completion, as at OpenAI; a chat may fill the whole context
 
 
 class Caller(NamedTuple):
-    """Who asks, and what it wishes of the time."""
+    """The sender of a request, and the latency targets that it asks for."""
 
-    tenant: str  # of its API key
-    salt: str  # of its part of the prefix cache
+    tenant: str  # derived from the API key
+    salt: str  # keeps its cached prefixes apart from other tenants'
     wanted: Wanted
     arrival: float
     request_id: str
-    size: int  # bytes of its body, which bound everything that is to be done about it
+    size: int  # bytes of the body: an upper bound of the work on it, which goes to another thread if large
 
 
 @dataclass(frozen=True)
 class Desk:
-    """What is needed to check requests for one model."""
+    """Checks requests for one model, and holds what that needs."""
 
     texts: Texts
-    defaults: SamplingParams  # the model's recommendation
-    model: str  # its name in answers
+    defaults: SamplingParams  # the sampling parameters that the model recommends
+    model: str  # the model name in answers
     tool_parser: str | None
     reasoning_parser: str | None
     checker: Checker
     pooling: str = "last"  # how the model's hidden states become an embedding
-    fingerprint: str | None = None  # of the model, its options and the version of weft
-    max_logprobs: int = MAX_LOGPROBS  # alternatives a token that a request may ask for
-    names_ids: bool = False  # tokens in logprobs are named by their ids, unless a request says otherwise
-    includes_usage: bool = False  # in the last chunk of every stream
+    fingerprint: str | None = None  # hash of the model path, the engine options and weft's version
+    max_logprobs: int = MAX_LOGPROBS  # most alternatives per token that a request may ask for
+    names_ids: bool = False  # logprobs name tokens by id, unless the request says otherwise
+    includes_usage: bool = False  # every stream ends with a usage chunk
 
     async def completion(self, body: CompletionBody, caller: Caller, facts: Facts) -> Call:
         if body.suffix:
@@ -86,7 +86,7 @@ class Desk:
         keeps = kept(body, body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS, facts)
         prompts = await self._read(body, sampled, facts, keeps)
         prompts = [truncated(ids, body, keeps) for ids in prompts]
-        describes = body.logprobs if body.echo else None  # also the prompt's tokens
+        describes = body.logprobs if body.echo else None  # logprobs for the prompt's tokens too
         params = params_of(
             body,
             self.defaults,
@@ -113,7 +113,7 @@ class Desk:
         )
         choices = []
         for number, ids in enumerate(prompts):
-            shared: dict[int, TokenLogprobs] = {}  # what the first finds out about the prompt is true for all
+            shared: dict[int, TokenLogprobs] = {}  # prompt logprobs of the first choice, used by all
             choices += [
                 Choice(number * sampled + index, self.texts.tokenizer, ids, params, prompt_logprobs=shared)
                 for index in range(sampled)
@@ -121,7 +121,7 @@ class Desk:
         return await self._call(body, caller, facts, prompts, params, choices, format)
 
     async def embedding(self, body: EmbeddedBody, caller: Caller, facts: Facts) -> Call:
-        """Prompts whose embeddings are wanted, or compared."""
+        """A call that pools its prompts: for embeddings, scores or reranking."""
         if not self.pooling:
             raise RequestError(f"{self.model} pools in a way that is not supported: its 1_Pooling/config.json says how")
         if isinstance(body, EmbeddingsBody):
@@ -138,17 +138,17 @@ class Desk:
         return await self._call(completion, caller, facts, prompts, params, choices, format)
 
     async def response(self, body: ResponsesBody, caller: Caller, facts: Facts) -> Call:
-        """A chat that is shown in another way."""
+        """A chat call with the answer format of /v1/responses."""
         format = ResponsesFormat(f"resp_{caller.request_id}", self.model, self.texts.tokenizer, body, self.names_ids)
         chat = await self.texts.aside(caller.size, lambda: as_chat(body))
         call = await self.chat(chat, caller, facts, format)
-        call.includes_usage = True  # its last event has it
+        call.includes_usage = True  # the last event carries the usage
         return call
 
     async def chat(
         self, body: ChatBody, caller: Caller, facts: Facts, format: Format | None = None, *, fits: bool = False
     ) -> Call:
-        """`fits`: a max_tokens that the context has no room for is lowered to what it has."""
+        """A chat call. `fits` lowers max_tokens to the room that the context has left."""
         if not body.messages:
             raise RequestError("messages is empty: a chat needs at least one message")
         if body.top_logprobs and not body.logprobs:
@@ -164,7 +164,7 @@ class Desk:
         if body.logprobs:
             special["logprobs"] = body.top_logprobs or 0
         if (structure := tools.structure()) is not None:
-            special["structured_outputs"] = structure  # over response_format: a call that is asked for comes
+            special["structured_outputs"] = structure  # overrides response_format: the client requires a tool call
         begun = _text_of(body.messages[-1]) if body.continue_final_message else None
         params = self._or_calls(params_of(body, self.defaults, **special), tools)
         end = text[-32:]
@@ -194,7 +194,7 @@ class Desk:
         return await self._call(body, caller, facts, [ids], params, choices, format)
 
     async def rendered(self, body: ChatBody, size: int, facts: Facts) -> tuple[str, Ids]:
-        """The prompt of a chat, as text and as token ids; `size` as in Caller."""
+        """The prompt of a chat, as text and as token ids. `size` is Caller.size."""
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         ids, text = await self._chat_prompt(body, size, Tools.of(body), most, facts)
         return (text if body.truncate_prompt_tokens is None else await self._text(ids, special=True)), ids
@@ -202,7 +202,7 @@ class Desk:
     async def _chat_prompt(
         self, body: ChatBody, size: int, tools: Tools, max_tokens: int | None, facts: Facts
     ) -> tuple[Ids, str]:
-        """Token ids, and the text before it was truncated."""
+        """Token ids of the prompt, truncated if asked for, and the prompt text before truncation."""
         keeps = kept(body, max_tokens, facts)
         options: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
@@ -224,7 +224,7 @@ class Desk:
         return truncated(ids, body, keeps), text
 
     def _or_calls(self, params: SamplingParams, tools: Tools) -> SamplingParams:
-        """Where a form is asked for and tools may be called, the reply is either of them from its first token."""
+        """Lets a reply with a required structure be tool calls instead. Its first token decides between the two."""
         if params.structured_outputs is None:
             return params
         calls = tools.calls(self.tool_parser, self.texts.template.source)
@@ -237,7 +237,7 @@ class Desk:
         return self.names_ids if own is None else own
 
     def _behind_thoughts(self, params: SamplingParams, prompt_end: str, begun: str | None) -> SamplingParams:
-        """A model that thinks does so before it is held to a structure."""
+        """Lets a reasoning model think freely first. The structure applies after its reasoning."""
         if params.structured_outputs is None or self.reasoning_parser is None:
             return params
         place = place_of(self.reasoning_parser, prompt_end, begun)
@@ -248,7 +248,7 @@ class Desk:
         return replace(params, structured_outputs=replace(params.structured_outputs, behind=thoughts))
 
     async def chat_ids(self, body: TokenizeBody, size: int) -> Ids:
-        """What a chat with these messages would send to the model; `size` as in Caller."""
+        """Token ids that a chat with these messages would send to the model. `size` is Caller.size."""
         messages, options = body.messages or [], dict(body.chat_template_kwargs or {})
         continues = _continues(body)
         options.update(
@@ -278,7 +278,7 @@ class Desk:
             check_length(len(ids), params.max_tokens if says_length(body) else None, facts, prompt_field(body))
         wishes = _wishes(body, caller, facts)
         salt = caller.salt + (body.cache_salt or "")
-        engine_params = replace(params, stop=None)  # stop strings are noticed on this side
+        engine_params = replace(params, stop=None)  # the API process looks for stop strings
         promise = Promise()
         if facts.has_targets and not wishes.batch:
             own = (_seconds(wishes.ttft_target_ms), _seconds(wishes.gap_target_ms))
@@ -322,7 +322,7 @@ class Desk:
         for one in every:
             found.append(await self._ids(one, body, facts, keeps))
             characters += len(one) if isinstance(one, str) else 0
-            if characters > SHORT:  # many short texts are encoded here, on the event loop
+            if characters > SHORT:  # short texts are encoded on the event loop: let other tasks run
                 characters = 0
                 await asyncio.sleep(0)
         return found
@@ -337,8 +337,8 @@ class Desk:
         elif isinstance(prompt, list) and keeps and len(prompt) > keeps:
             return await self._ids(truncated(prompt, body, keeps), body, facts, keeps)
         elif isinstance(prompt, list) and len(prompt) >= facts.max_model_len:
-            raise too_long(len(prompt), None, facts, "prompt")  # before a million tokens are looked at
-        elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # not bool, which is an int as well
+            raise too_long(len(prompt), None, facts, "prompt")  # before checking each of perhaps a million tokens
+        elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # excludes bool, a subclass of int
             ids = prompt
         else:
             raise RequestError("prompt must be text, a list of token ids, or a list of either")
@@ -355,14 +355,14 @@ class Desk:
 
 
 def _continues(body: ChatBody | TokenizeBody) -> bool:
-    """Whether the model writes on in the last message."""
+    """Whether the model continues the last message."""
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError("continue_final_message cannot stand beside add_generation_prompt: set one of them to false")
     return bool(body.continue_final_message)
 
 
 def _text_of(message: Json) -> str:
-    """What a message says, where it says it in parts as well."""
+    """The text of a message; a list of parts is joined."""
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, dict)]
@@ -376,13 +376,13 @@ def _wishes(body: Sampling, caller: Caller, facts: Facts) -> Wishes:
     if batch and (ttft_ms or gap_ms):
         raise RequestError("service_tier=flex is promised nothing: leave the x-slo headers out")
     if not facts.has_targets:
-        ttft_ms = gap_ms = None  # the answer's headers say so
-    # A client's priority and users order its own requests; among keys, fairness decides.
+        ttft_ms = gap_ms = None  # response headers tell the client so (NOT_PROMISED)
+    # `priority` and `user` only order requests of the same API key. Fairness decides between API keys.
     return Wishes(0, caller.tenant, body.priority or 0, batch, gap_ms, ttft_ms, body.user or "")
 
 
 def _promised(promise: Promise) -> list[tuple[bytes, bytes]]:
-    """What is promised, for the client to read."""
+    """Response headers with the promised targets, in milliseconds."""
     found = ((b"x-slo-gap-ms", promise.promised_gap), (TTFT_HEADER, promise.promised_ttft))
     return [(name, b"%g" % round(seconds * 1000, 3)) for name, seconds in found if seconds < math.inf]
 
@@ -392,7 +392,7 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 
 def _check_logprobs(params: SamplingParams, most: int, field: str) -> None:
-    """`field` is the one that asks for log probabilities of the answer."""
+    """Raises if too many alternatives per token are asked for. `field` is the body's field for output logprobs."""
     for name, wanted in ((field, params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if wanted is not None and wanted > most:
             raise RequestError(f"{name}: {wanted} alternatives a token are wanted, and {most} may be (--max-logprobs)")

@@ -1,10 +1,11 @@
-"""Checker: compiles the schemas, regexes and grammars that clients send, in processes of their own.
+"""Checker: test-compiles the schemas, regexes and grammars that clients send, in child processes.
 
-A few bytes can ask for minutes of work and gigabytes of memory, in a library that cannot be interrupted. So the work is
-done where time and memory are bounded and where it can be killed: when it takes too much, when its client has gone, and
-when the server ends. The engine compiles a form again, for its tokens, once it has passed here.
+A few bytes can cost minutes of work and gigabytes of memory, in a library that cannot be interrupted. A child process
+has limits on time and memory, and it can be killed: when it exceeds them, when the client disconnects, and when the
+server ends. The engine compiles each structure again for its vocabulary after it has passed here.
 
-`python -m weft.serve.checker` is such a process: it takes one form a line and answers each with a line.
+`python -m weft.serve.checker` is such a process. It reads one structure per line and answers each with one line. The
+code calls an encoded structure a `form`.
 """
 
 import asyncio
@@ -20,13 +21,13 @@ from weft.errors import RequestError
 from weft.serve.bounds import limit_memory, limit_time
 from weft.serve.errors import ApiError
 
-PROCESSES = 4  # at once, started when they are needed
-CPU = 2.0  # seconds of processor time for one form
-MEMORY = 1 << 30  # bytes that one form may add to a process
-PATIENCE = 30.0  # seconds that a form may take on a busy machine
-CACHED = 256  # forms remembered as good
-NICE = 10  # such a process gets a tenth of a core that a stream wants as well
-LINE = 1 << 20  # bytes of an answer
+PROCESSES = 4  # most child processes; started when needed
+CPU = 2.0  # seconds of CPU time for one structure
+MEMORY = 1 << 30  # bytes that compiling may add to a process
+PATIENCE = 30.0  # seconds of wall time for one structure, on a busy machine
+CACHED = 256  # structures remembered as valid
+NICE = 10  # a child process gets a tenth of a core if streams want it too
+LINE = 1 << 20  # bytes; longest answer line
 
 _encode = msgspec.json.Encoder().encode
 
@@ -36,7 +37,7 @@ class Verdict(msgspec.Struct):
 
 
 class Checker:
-    """Everything here runs on the event loop."""
+    """A pool of child processes, and a cache of valid structures. All methods run on the event loop."""
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(PROCESSES)
@@ -45,11 +46,11 @@ class Checker:
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     async def prepare(self) -> None:
-        """Starts a process for the first form that comes: that takes half a second."""
+        """Starts a process ahead of the first structure, because starting takes half a second."""
         self._idle.append(await self._start())
 
     async def check(self, structure: StructuredOutputs) -> None:
-        """Raises a RequestError where the form cannot be kept to, or takes too much to find out."""
+        """Raises RequestError if the structure is invalid, unsupported, or too expensive to compile."""
         try:
             form = _encode(structure)
         except (OverflowError, TypeError, ValueError) as error:
@@ -72,7 +73,7 @@ class Checker:
             self._good.popitem(last=False)
 
     async def _ask(self, form: bytes) -> bytes:
-        """What a process says of a form; nothing where it died of it. One that is not done when this ends is killed."""
+        """The answer line of a child process, or b"" if it died. Kills the process on a timeout or a cancellation."""
         self._idle = [process for process in self._idle if process.returncode is None]
         process = self._idle.pop() if self._idle else await self._start()
         try:
@@ -98,7 +99,7 @@ class Checker:
             *(sys.executable, "-m", "weft.serve.checker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C in the terminal is not for it
+            start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
             limit=LINE,
         )
         self._all.add(process)
@@ -110,7 +111,7 @@ class Checker:
             process.kill()
 
     def close(self) -> None:
-        """Ends all that is under way."""
+        """Kills all child processes."""
         self._idle.clear()
         for process in list(self._all):
             self._kill(process)
@@ -119,11 +120,11 @@ class Checker:
 def main() -> int:
     from weft.engine.structured import check_structure
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the API process
+    for number in (signal.SIGINT, signal.SIGTERM):  # the API process handles these signals
         signal.signal(number, signal.SIG_IGN)
-    check_structure(StructuredOutputs(json_object=True))  # imports the rest
+    check_structure(StructuredOutputs(json_object=True))  # imports the remaining modules before the memory limit
     if hasattr(os, "nice"):  # not on Windows
-        os.nice(NICE)  # streams go first
+        os.nice(NICE)  # streams have precedence
     limit_memory(MEMORY)
     for line in sys.stdin.buffer:
         error = None

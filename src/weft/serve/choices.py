@@ -1,4 +1,4 @@
-"""Choice: what a client sees of one stream: text, reasoning, tool calls, log probabilities, and why it ended."""
+"""Choice: the visible output of one stream: text, reasoning, tool calls, log probabilities and finish reason."""
 
 import secrets
 from collections.abc import Sequence
@@ -18,25 +18,25 @@ NO_LOGPROBS: list[TokenLogprobs] = []
 
 
 class Piece(NamedTuple):
-    """What one token adds."""
+    """The output that one token adds."""
 
     text: str
     reasoning: str
     calls: list[ToolCallDelta]
     token: int | None
     logprobs: TokenLogprobs | None
-    reason: str | None  # with the last piece
-    offset: int = 0  # where the token begins in the text, if it has log probabilities
-    of_text: Sequence[TokenLogprobs] = NO_LOGPROBS  # of the tokens of `text`, which may have come before
+    reason: str | None  # finish reason; set on the last piece
+    offset: int = 0  # character where the token starts in the text; only set with logprobs
+    of_text: Sequence[TokenLogprobs] = NO_LOGPROBS  # of the tokens in `text`, which may include earlier tokens
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to show, as for a token that is a part of a character."""
+        """Whether there is nothing to show, such as for a token that is only part of a character."""
         return not (self.text or self.reasoning or self.calls or self.reason or self.logprobs)
 
 
 class Choice:
-    """Grows with every update; `take` returns what is new, for those who stream."""
+    """The output so far. `take` adds an update and returns the new part, for streaming."""
 
     def __init__(
         self,
@@ -50,20 +50,20 @@ class Choice:
         tools: "ToolParser | ForcedCall | ForcedCalls | None" = None,
         single: bool = False,
     ) -> None:
-        """`single`: of several calls only the first is let through."""
+        """With `single`, only the first of several tool calls is returned."""
         self.index = index
-        self._texts: list[str] = []  # pieces: adding to one long text would copy it for every token
+        self._texts: list[str] = []  # a list: appending to one long string would copy it for every token
         self._thoughts: list[str] = []
         self.calls: list[dict[str, Any]] = []
         self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []  # of all tokens
-        self.offsets: list[int] = []  # where these begin in the text, also in what a stop string then cut off
-        self.text_logprobs: list[TokenLogprobs] = []  # of the tokens of the text alone
-        # By position; a preemption may bring one twice.
+        self.logprobs: list[TokenLogprobs] = []  # of all output tokens
+        self.offsets: list[int] = []  # where they start in the text, even if a stop string then cuts it off
+        self.text_logprobs: list[TokenLogprobs] = []  # of tokens in visible text only: no reasoning, no tool calls
+        # By position, because a preempted request may send a position twice.
         self.prompt_logprobs: dict[int, TokenLogprobs] = {} if prompt_logprobs is None else prompt_logprobs
         self.reason: str | None = None
         self.reasoning_tokens = 0
-        self.stop_reason: str | int | None = None  # the stop string or the stop token that ended it
+        self.stop_reason: str | int | None = None  # the stop string or stop token id that ended the choice
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._reasoning, self._tools = reasoning, tools
         self._plain = reasoning is None and tools is None
@@ -94,7 +94,7 @@ class Choice:
         return "".join(self._thoughts)
 
     def take(self, update: Update) -> Piece:
-        """One token, perhaps the last: `reason` of the result says that the choice is over."""
+        """Takes one update and returns its piece. The choice is over if the piece has a `reason`."""
         token = update.token
         reason = update.end.reason if update.end is not None else None
         text = ""
@@ -117,10 +117,10 @@ class Choice:
         return piece if self._ruler is None else self._described(piece)
 
     def _measure(self, token: int, found: TokenLogprobs, reason: str | None) -> int:
-        """Where a token begins in the text; it is noted until it is shown."""
+        """Where a token starts in the text. Keeps its log probabilities until its text is shown."""
         if self._ruler is None:
             return 0
-        if reason == "stop" and not self._shows_stop:  # the token that ends a text is not part of it
+        if reason == "stop" and not self._shows_stop:  # the stop token itself is not part of the text
             self._unshown.add_text(self._ruler.end())
             return self._ruler.length
         start, text = self._ruler.push(token)
@@ -131,7 +131,7 @@ class Choice:
         return start
 
     def _described(self, piece: Piece) -> Piece:
-        """With what is to be told of its tokens."""
+        """The piece with the log probabilities of its text and the offset of its token."""
         if piece.reasoning:
             self._unshown.take(piece.reasoning)
         of_text = self._unshown.take(piece.text) if piece.text else []
@@ -142,7 +142,7 @@ class Choice:
         return piece._replace(offset=offset, of_text=of_text)
 
     def _sort(self, piece: Piece) -> Piece:
-        """Thoughts and tool calls apart from what is meant to be read."""
+        """Splits the text of a piece into reasoning, visible text and tool calls."""
         text, thought, reason = piece.text, "", piece.reason
         if self._reasoning is not None:
             thought, text = self._reasoning.push(text)
@@ -157,7 +157,7 @@ class Choice:
             if reason is not None:
                 rest_of_text, more = self._tools.flush()
                 text, calls = text + rest_of_text, calls + more
-        if self._single and calls and calls[-1].index > 0:  # the first one is complete: more is not wanted
+        if self._single and calls and calls[-1].index > 0:  # a second call starts, so the first is complete: end here
             calls, reason = [call for call in calls if call.index == 0], "tool_calls"
         for call in calls:
             self._note(call)
@@ -173,12 +173,12 @@ class Choice:
 
 
 class ForcedCalls:
-    """A reply that can only be a JSON list of calls; what is cut off in the middle is no text for the reader."""
+    """Parser for a reply that must be a JSON list of tool calls. A call that is cut off is never shown as text."""
 
     needs_special_tokens = False
 
     def __init__(self) -> None:
-        self._parser = make_tool_parser("mistral")  # its calls are such a list behind a marker, which we put there
+        self._parser = make_tool_parser("mistral")  # Mistral's format is this list after a marker, pushed next
         self._parser.push("[TOOL_CALLS]")
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
@@ -189,7 +189,7 @@ class ForcedCalls:
 
 
 class ForcedCall:
-    """A reply that can only be the arguments of one function, as the client has chosen it."""
+    """Parser for a reply that must be the arguments of the one function that the client chose."""
 
     needs_special_tokens = False
 

@@ -1,4 +1,4 @@
-"""EngineClient: owns the engine process (starts, watches, restarts it) and brings its news to the jobs they are for."""
+"""EngineClient: starts, watches and restarts the engine process, and delivers its results to the waiting jobs."""
 
 import asyncio
 import contextlib
@@ -38,34 +38,34 @@ from weft.serve.messages import (
 )
 from weft.serve.pulse import LOOK, Watch
 
-MOST_DEATHS = 5  # of the engine process within DEATHS_WITHIN, after which it is not started again
+MOST_DEATHS = 5  # of the engine process within DEATHS_WITHIN; after one more it is not restarted
 DEATHS_WITHIN = 300.0  # seconds
 DIED = "the engine process died"
-PATIENCE = 5.0  # seconds that the engine process has to end by itself
-clock = time.perf_counter  # the same clock as the loop's: on one machine it is one for all processes
+PATIENCE = 5.0  # seconds that the engine process has to exit after it was told to
+clock = time.perf_counter  # the clock of the engine loop; all processes of a machine share it
 
 
 class Update(NamedTuple):
-    """News of one stream of a job."""
+    """One result or event of one stream of a job."""
 
-    place: int  # of the stream in the job
+    place: int  # index of the stream in the job
     token: int | None
     end: End | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    rejected: Rejected | None = None  # the prompt was not taken, so that there will be no streams
-    lost: str | None = None  # the engine process is gone, with all that it knew
-    at: float = 0.0  # seconds, on `clock`: when it came; the client may be slower to read it
-    embedding: bytes | None = None  # float32, with the end of a request that pools
+    rejected: Rejected | None = None  # the engine rejected the prompt; it has no streams
+    lost: str | None = None  # why the job ends: the engine died, the client disconnected, or the server shuts down
+    at: float = 0.0  # seconds on `clock`: when the message arrived here; the HTTP client may read it later
+    embedding: bytes | None = None  # float32; set with `end` for a pooling request
 
 
 class Job:
-    """The streams of one HTTP request, and their news in the order in which they came."""
+    """The streams of one HTTP request, and a queue of their updates in order of arrival."""
 
     def __init__(self) -> None:
         self.keys: list[int] = []
         self.open: set[int] = set()  # keys of streams that have not ended
-        self.begins: dict[int, Begin] = {}  # of those that got their first token, by place
+        self.begins: dict[int, Begin] = {}  # by place, for streams that have their first token
         self._pending: deque[Update] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -76,7 +76,7 @@ class Job:
             waiter.set_result(None)
 
     async def news(self) -> deque[Update]:
-        """All that has come since the last call; waits for something to come."""
+        """Returns all updates since the last call. Waits until there is at least one."""
         if not self._pending:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -89,13 +89,13 @@ class Job:
 
 @dataclass(slots=True)
 class Load:
-    """How busy the engine is, as of its last step and of what was sent since."""
+    """How busy the engine is: its last step's numbers, plus the streams sent since."""
 
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
     free_blocks: int = 0
-    sent: int = 0  # streams that were sent and that the engine had not read when it last told
+    sent: int = 0  # streams that were sent, but that the engine had not read as of its last report
 
 
 class Prompt(NamedTuple):
@@ -107,7 +107,7 @@ class Prompt(NamedTuple):
 
 @dataclass
 class Listener:
-    """Who wants to know what happens beside the jobs."""
+    """Callbacks for events of the engine process as a whole."""
 
     on_step: Callable[[EngineStep], None] = lambda step: None
     on_ready: Callable[[Facts], None] = lambda facts: None
@@ -116,7 +116,7 @@ class Listener:
 
 
 class EngineClient:
-    """One engine process at a time. Everything here runs on the event loop."""
+    """Runs one engine process at a time. All methods run on the event loop."""
 
     def __init__(
         self,
@@ -126,33 +126,33 @@ class EngineClient:
         listener: Listener,
         record_steps: str | None = None,
     ) -> None:
-        self.facts: Facts | None = None  # of the engine that is up; None: none is
-        self.fatal: str | None = None  # why none will be
+        self.facts: Facts | None = None  # of the engine that is ready; None: no engine is ready
+        self.fatal: str | None = None  # why no engine will be started again; None: it may be
         self.load = Load()
         self.pid: int | None = None
-        self.changed = asyncio.Event()  # set when the engine came up, or is given up
+        self.changed = asyncio.Event()  # set when the engine becomes ready, or when it is given up
         self._orders = Orders("", path, tuple(eos_ids), options, record_steps)
         self._listener = listener
         self._numbers = itertools.count()
-        self._sent = 0  # streams, to the engine process that is up
+        self._sent = 0  # streams sent to the current engine process
         self._routes: dict[int, tuple[Job, int]] = {}
         self._socket: zmq.asyncio.Socket | None = None
         self._deaths: deque[float] = deque()
         self._watch: Watch | None = None
-        self._was_up = False  # some engine process was ready once
+        self._was_up = False  # whether an engine process was ever ready
         self._closing = False
         self._task: asyncio.Task[None] | None = None
 
     @property
     def is_silent(self) -> bool:
-        """Whether there is an engine process, but it has not given a sign of life for a while."""
+        """Whether an engine process runs, but has shown no heartbeat for SILENT seconds (see pulse.py)."""
         return self._watch is not None and self._watch.is_silent
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise())
 
     async def close(self) -> None:
-        """Ends the engine process; what still runs in it is lost."""
+        """Ends the engine process. Requests that still run are lost."""
         self._closing = True
         if self._task is not None:
             self._task.cancel()
@@ -160,7 +160,10 @@ class EngineClient:
                 await self._task
 
     def check_queue(self, streams: int = 1) -> None:
-        """Raises QueueFullError where not all of so many more streams may wait. Counts what is on its way as well."""
+        """Raises QueueFullError if the queue has no room for `streams` more. Streams sent but not yet read count too.
+
+        Raises RequestError if that many would not fit even into an idle engine.
+        """
         most = self._orders.options["max_queued_requests"]
         if most is None or self.facts is None:
             return
@@ -170,14 +173,14 @@ class EngineClient:
                 f"prompt: {streams} completions are asked for, but at most {seats} run (--max-num-seqs) and {most} "
                 "wait (--max-queued-requests): send fewer prompts at once, or lower n"
             )
-        waiting = load.waiting + load.sent - (seats - load.running)  # negative: seats are free
+        waiting = load.waiting + load.sent - (seats - load.running)  # negative: free running slots
         if waiting + streams > most:
             raise QueueFullError(
                 f"{max(0, waiting)} requests wait already, and {most} may (--max-queued-requests): try again later"
             )
 
     def submit(self, prompts: Sequence[Prompt], arrival: float) -> Job:
-        """Sends prompts as one job; its streams are those of the first prompt, then those of the second, ..."""
+        """Sends prompts as one job. Its streams are ordered by prompt: all n of the first, all n of the second, ..."""
         job = Job()
         messages = []
         for prompt in prompts:
@@ -186,9 +189,9 @@ class EngineClient:
             message = Submit(keys[0], prompt.tokens, prompt.params, prompt.wishes, prompt.salt, arrival)
             try:
                 messages.append(encode(message))
-            except (OverflowError, TypeError, ValueError) as error:  # a number in a schema that no machine has room for
+            except (OverflowError, TypeError, ValueError) as error:  # a number in a schema that needs over 64 bits
                 raise RequestError(f"the request cannot be passed on: {error}") from None
-        if self._socket is None or self.facts is None:  # it died while the request was read
+        if self._socket is None or self.facts is None:  # the engine died while the request was read
             job.put(Update(0, None, lost=DIED))
             return job
         self._sent += len(job.keys)
@@ -196,11 +199,11 @@ class EngineClient:
         job.open.update(job.keys)
         self.load.sent += len(job.keys)
         for data in messages:
-            self._socket.send(data)  # there is no high-water mark, so this never waits
+            self._socket.send(data)  # no high-water mark is set, so this never blocks
         return job
 
     def abort(self, job: Job, index: int | None = None) -> None:
-        """Ends one stream of a job, or all that are open; no further news of them will come."""
+        """Ends one stream of a job, or all open ones. The job gets no further updates of them."""
         keys = sorted(job.open) if index is None else [job.keys[index]]
         keys = [key for key in keys if key in job.open]
         for key in keys:
@@ -224,7 +227,7 @@ class EngineClient:
             try:
                 why = await self._live() or DIED
             except Exception as error:
-                # Without a message such an end would be a server that is starting for ever.
+                # Without `fatal`, a server that cannot start its engine would report "starting" for ever.
                 why = f"the engine process cannot be run: {str(error) or type(error).__name__}"
                 if not self._was_up:
                     self.fatal = why
@@ -246,7 +249,7 @@ class EngineClient:
         self.changed.set()
 
     async def _live(self) -> str | None:
-        """The life of one engine process, from start to end; why it was ended, if it was."""
+        """Runs one engine process from start to exit. Returns why it was killed, or None if it exited by itself."""
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(contextlib.closing(EngineFolder()))
             socket = stack.enter_context(zmq.asyncio.Context.instance().socket(zmq.PAIR))
@@ -258,7 +261,7 @@ class EngineClient:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "weft.serve.worker"),
                 stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,  # a Ctrl-C in the terminal is not for it
+                start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
             )
             assert process.stdin is not None
             self.pid = process.pid
@@ -271,12 +274,12 @@ class EngineClient:
             try:
                 await asyncio.wait((listening, ended, watching), return_when=asyncio.FIRST_COMPLETED)
                 if watching.done() and process.returncode is None:
-                    process.kill()  # it would not hear anything else
+                    process.kill()  # it does not react to anything else
                     return watching.result()
-                if not listening.done():  # it has died; its last words may be in the socket
+                if not listening.done():  # it exited; its last message may still be in the socket
                     await asyncio.wait((listening,), timeout=0.05)
                 if listening.done():
-                    listening.result()  # raises where a message could not be decoded
+                    listening.result()  # raises if a message could not be decoded
             finally:
                 listening.cancel()
                 watching.cancel()
@@ -284,11 +287,11 @@ class EngineClient:
         return None
 
     def _forget(self) -> None:
-        """There is no engine process any more."""
+        """Clears the state that belonged to the engine process that ended."""
         self._socket, self._watch, self.facts, self.pid, self.load, self._sent = None, None, None, None, Load(), 0
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
-        """Until the engine says that it cannot go on."""
+        """Handles the engine's messages until it reports a fatal error."""
         while True:
             data = await socket.recv()
             message = decode_for_api(data)
@@ -316,7 +319,7 @@ class EngineClient:
                 route[0].begins[route[1]] = begin
         for key, token in zip(news.keys, news.tokens, strict=True):
             route = routes.get(key)
-            if route is not None:  # else it was aborted in the meantime
+            if route is not None:  # None: it was aborted in the meantime
                 job, index = route
                 job.put(Update(index, token, None, logprobs.get(key) if logprobs else None, None, None, None, now))
         for end in news.ends:
@@ -332,7 +335,7 @@ class EngineClient:
             self._listener.on_step(step)
 
     def _reject(self, message: Rejected) -> None:
-        """The job's owner is told, and ends the rest of it."""
+        """Tells the job, which then aborts its other streams."""
         if (route := self._routes.get(message.key)) is not None:
             route[0].put(Update(route[1], None, rejected=message))
 
@@ -345,7 +348,7 @@ class EngineClient:
 
 
 async def _wedged(watch: Watch) -> str:
-    """Watches the engine until it must be replaced; says why."""
+    """Waits until the engine must be replaced, and returns the reason."""
     while (verdict := watch.verdict) is None:
         await asyncio.sleep(LOOK)
         watch.look()
@@ -353,7 +356,7 @@ async def _wedged(watch: Watch) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
-    """The end of its standard input tells it to go; one that does not listen is killed."""
+    """Closes the process's standard input, which tells it to exit. Kills it if it does not within PATIENCE."""
     if process.stdin is not None:
         process.stdin.close()
     if process.returncode is None:
@@ -361,5 +364,5 @@ async def _end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") 
     if process.returncode is None:
         process.kill()
         done, _ = await asyncio.wait((ended,), timeout=PATIENCE)
-        if not done:  # it hangs in the kernel, with all that it holds of the device
+        if not done:  # it hangs in the kernel and still holds device memory
             raise RuntimeError(f"process {process.pid} cannot be killed")

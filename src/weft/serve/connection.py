@@ -1,9 +1,9 @@
-"""Connection: uvicorn's HTTP protocol with bounds on what a client may do before anybody knows who it is.
+"""Connection: uvicorn's HTTP protocol with limits on what a client may do before it is authenticated.
 
-Heads are bounded in size and time, and so is what surrounds the pieces of a chunked body: trailers (which are dropped)
-and extensions. Readers that stop reading are given up, and pipelined requests are not taken. Upgrades are refused, but
-for an offer of HTTP/2 (h2c) beside an ordinary request, which some clients always make: it is ignored. A client that
-closes its writing side waits for its answer, and one that is gone is told apart from it.
+The head of a request is limited in size and time. The overhead of a chunked body (extensions, and trailers, which are
+dropped) is limited in size. A client that stops reading its answer is disconnected. Pipelined requests are ignored.
+Protocol upgrades are refused, except for an offer of HTTP/2 (h2c): some clients send it with every request, and it is
+ignored. A client that has closed only its writing side still gets its answer. A client that has left is detected.
 """
 
 import asyncio
@@ -16,18 +16,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from weft.serve.errors import ApiError
 from weft.serve.formats import to_json
 
-MOST_HEAD = 1 << 18  # bytes of a request line with its headers
-HEAD_TIMEOUT = 30.0  # seconds that these may take
-WRITE_TIMEOUT = 60.0  # seconds that a client may leave a full buffer unread
-MOST_AROUND = 1 << 16  # bytes around the pieces of a chunked body,
-AROUND_BYTE = 16  # and more for each byte in them: a piece of one byte has six around it
-FIRST_LOOK = 0.005  # seconds after the end of what a client sends: is it still there? Short answers are out by then
-LAST_LOOK = 1.0  # seconds between later looks, each of which waits twice as long as the one before
+MOST_HEAD = 1 << 18  # bytes; the largest request line with headers
+HEAD_TIMEOUT = 30.0  # seconds; the most that receiving them may take
+WRITE_TIMEOUT = 60.0  # seconds that a client may leave a full send buffer unread
+MOST_AROUND = 1 << 16  # bytes; limit for the overhead of a chunked body,
+AROUND_BYTE = 16  # plus so many for each body byte: a chunk of one byte has an overhead of six
+FIRST_LOOK = 0.005  # seconds from the client's end of file to the first check for it; short answers are sent by then
+LAST_LOOK = 1.0  # seconds; longest time between checks: each waits twice as long as the one before
 NO_UPGRADES = "this server speaks HTTP/1.1 alone: send the request without an upgrade to another protocol"
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection, for one request after the other."""
+    """One client connection. Handles its requests one after the other."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -35,7 +35,7 @@ class Connection(HttpToolsProtocol):
         self._look: asyncio.TimerHandle | None = None
         self._late: asyncio.TimerHandle | None = None
         self._ignoring = False
-        self._read = self._body = 0  # bytes since the head, with and without what is around the pieces of a body
+        self._read = self._body = 0  # bytes since the head, with and without chunk overhead
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -45,10 +45,10 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection is kept, for the answer to a request that is complete."""
+        """Whether to keep the connection open: yes, if a complete request still waits for its answer."""
         if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
             return False
-        if self.transport.get_extra_info("sslcontext") is not None:  # TLS as Python has it ends both ways at once
+        if self.transport.get_extra_info("sslcontext") is not None:  # Python's TLS closes both directions at once
             return False
         self.cycle.keep_alive = False
         if self._look is None:
@@ -56,12 +56,13 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _look_for_client(self, waited: float) -> None:
-        """Hangs up where the client has closed the connection, and not only its writing side.
+        """Aborts the connection if the client has closed it completely, and not only its writing side.
 
-        Both look the same from here: its last packet says that it sends no more. Only the answer to bytes that are
-        sent to it tells them apart: the system of a client that is gone refuses them. Where tokens are streamed, the
-        next one does. Before that, an interim answer is sent, which every client of HTTP/1.1 must pass over; one
-        alone, as some take a few at most. A client that goes still later is noticed when it is answered.
+        Both cases look the same here: the last packet (FIN) only says that the client sends no more. To tell them
+        apart, something must be sent: the operating system of a client that has left answers with a reset. In a stream,
+        the next token does this. Before the first token, an interim response (100 Continue) does; every HTTP/1.1 client
+        must skip it. It is sent only once, because some clients accept only a few. A client that leaves after that is
+        noticed when its answer is sent.
         """
         cycle = self.cycle
         if self.transport.is_closing() or cycle.response_complete:
@@ -94,7 +95,7 @@ class Connection(HttpToolsProtocol):
                 self.send_400_response("the body has too many trailers or extensions of its chunks")
 
     def _feed(self, data: bytes) -> None:
-        """The parser stops behind a head with an upgrade, whatever the head says of a body."""
+        """Feeds the parser. It stops after a head with an upgrade offer, even if a body follows."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
@@ -106,7 +107,7 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(head + data[stop.args[0] :])
 
     def _head_without_offer(self) -> bytes | None:
-        """The head that was just read, as if h2c had not been offered; None where something else was."""
+        """The head that was just read, without its h2c offer. None if another upgrade was offered."""
         offers = [value for name, value in self.headers if name == b"upgrade"]
         if self.parser.get_method() == b"CONNECT" or [offer.lower() for offer in offers] != [b"h2c"]:
             return None
@@ -119,7 +120,7 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else it is a trailer
+        if self._in_head:  # otherwise it is a trailer: drop it
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -130,7 +131,7 @@ class Connection(HttpToolsProtocol):
         if self._late is not None:
             self._late.cancel()
         if self.cycle is not None and not self.cycle.response_complete:
-            # A second request before the first is answered would hide that its client has gone.
+            # A pipelined request would hide that the client of the first one has disconnected.
             self._ignoring = True
             self.cycle.keep_alive = False
             return
@@ -157,7 +158,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Hangs up; says why, unless another answer is on its way."""
+        """Closes the connection. Sends the reason first, unless a response has already started."""
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.abort()
             return

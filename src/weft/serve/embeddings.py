@@ -1,7 +1,7 @@
-"""/v1/embeddings, /score and /v1/rerank: prompts whose pooled hidden states are the answer.
+"""/v1/embeddings, /v1/score and /v1/rerank: the answer is computed from pooled hidden states of the prompts.
 
-Such a request is prefill only. The scheduler treats it like any other, with the same promises for its first token,
-which is when its embedding is there. Scores are cosines of embeddings: this server has no cross-encoders.
+Such a request is prefill only. The scheduler treats it like any other request, with the same TTFT target: the embedding
+is ready when the first token would be. Scores are cosines of embeddings: this server has no cross-encoders.
 """
 
 import base64
@@ -23,9 +23,9 @@ Vectors = list[Vector]
 
 
 class EmbeddedBody(Struct, kw_only=True):
-    """What all three have in common."""
+    """Fields that the bodies of all three endpoints have."""
 
-    field: ClassVar[str]  # that has the prompts
+    field: ClassVar[str]  # name of the field with the prompts, for error messages
 
     model: str | None = None
     user: str | None = None
@@ -42,7 +42,7 @@ class EmbeddedBody(Struct, kw_only=True):
         raise NotImplementedError
 
     def completion(self) -> CompletionBody:
-        """The same prompts, as the engine's other requests have them."""
+        """The same prompts as a completion body with max_tokens=1."""
         same = ("model", "user", "priority", "service_tier", "cache_salt", "truncate_prompt_tokens", "truncation_side")
         add_special_tokens = getattr(self, "add_special_tokens", None)
         given = {name: getattr(self, name) for name in same}
@@ -53,8 +53,8 @@ class EmbeddingsBody(EmbeddedBody, kw_only=True):
     field = "input"
     input: str | list[Any]  # text, token ids, or a list of either
     encoding_format: str | None = None  # float or base64
-    dimensions: Count | None = None  # the first so many numbers
-    normalize: bool | None = None  # to length one, unless false
+    dimensions: Count | None = None  # return only the first so many numbers
+    normalize: bool | None = None  # scale to length one; default true
     add_special_tokens: bool | None = None
 
     def prompts(self) -> str | list[Any]:
@@ -76,7 +76,7 @@ class ScoreBody(EmbeddedBody, kw_only=True):
         return [*first, *second]
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """Both sides; one text on the left is compared with each on the right."""
+        """Texts of both sides. A single text_1 is compared with each text_2."""
         first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
         second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
         if not first or not second or len(first) not in (1, len(second)):
@@ -93,7 +93,7 @@ class RerankBody(EmbeddedBody, kw_only=True):
     field = "documents"
     query: str
     documents: list[str | Json]
-    top_n: Count | None = None  # the best so many; 0 or left out: all
+    top_n: Count | None = None  # return only the best so many; 0 or null: all
     return_documents: bool | None = None
 
     def prompts(self) -> list[Any]:
@@ -111,7 +111,7 @@ class RerankBody(EmbeddedBody, kw_only=True):
 
 
 class EmbeddedPrompt(Choice):
-    """A prompt's place in the answer, and its embedding once that is there."""
+    """A prompt's place in the answer, and its embedding once the request has ended."""
 
     embedding: bytes | None = None
 
@@ -126,7 +126,7 @@ class EmbeddedPrompt(Choice):
 
 
 class EmbeddingsFormat:
-    """A list of vectors. It is never streamed."""
+    """Formats a list of vectors. Never streamed."""
 
     done = b""
     token_ids = False
@@ -143,7 +143,7 @@ class EmbeddingsFormat:
             vector = choice.vector(body.dimensions or None, body.normalize is not False)
             as_text = body.encoding_format == "base64"
             value = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_text else vector.tolist()
-            # Each is encoded on its own: the encoder keeps the interpreter to itself.
+            # Encoded one by one, because the encoder holds the GIL.
             shown.append(Raw(to_json({"object": "embedding", "index": choice.index, "embedding": value})))
         return self._answer("list", {"data": shown}, extras)
 

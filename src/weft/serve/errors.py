@@ -1,6 +1,6 @@
-"""What a client is told when something is wrong: always the same JSON object; the status says whose fault it is.
+"""Error responses: always the same JSON object. The HTTP status tells a client error from a server error.
 
-Clients of /v1/messages get that object in the form that Anthropic gives it.
+/v1/messages returns the object in Anthropic's format.
 """
 
 import math
@@ -23,9 +23,9 @@ _TYPES = {
     500: "internal_error",
     503: "overloaded_error",
 }
-# Errors of weft name the field first: "temperature=7 is out of range: ...", "max_tokens: ...".
+# Error messages of weft start with the field: "temperature=7 is out of range: ...", "max_tokens: ...".
 _FIELD = re.compile(r"([a-z_]+)(?:\.[a-z_]+)?(?:\[[^\]]*\])?(?:=|:| (?:must|is|are|has|names|needs|cannot|asks)\b)")
-# How errors begin that name no field, and the field that is to blame.
+# Starts of error messages that name no field, and the field to report for them.
 _BLAMED = (
     ("a message", "messages"),
     ("messages, ", "messages"),
@@ -36,12 +36,12 @@ _BLAMED = (
     ("the request may grow", "max_tokens"),
 )
 _MISSING = re.compile(r"Object missing required field `([a-z_]+)`$")
-_TOP = re.compile(r"[^.\[]*")  # of a path such as messages[0].role
+_TOP = re.compile(r"[^.\[]*")  # the first part of a path such as messages[0].role
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
 class ApiError(Exception):
-    """Ends a request with a status and an error object."""
+    """Ends a request with an HTTP status and an error object."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after  # seconds
-        self.details = details or {}  # numbers that explain it
+        self.details = details or {}  # extra fields of the error object: numbers that explain it
 
     @property
     def body(self) -> dict[str, Any]:
@@ -70,27 +70,27 @@ class ApiError(Exception):
             return [(b"www-authenticate", b"Bearer")]
         found = []
         if self.status == 413 or self.code in ("body_timeout", "bodies_full"):
-            found.append((b"connection", b"close"))  # the rest of the body is not waited for
+            found.append((b"connection", b"close"))  # the rest of the body is not read
         if self.retry_after is not None:
             found.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))
         return found
 
 
 def as_anthropic(body: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
-    """An error object in Anthropic's form; `param` and `code` stay in it."""
+    """The error object in Anthropic's format. Keeps `param` and `code`."""
     error = dict(body["error"])
     if error["type"] == "internal_error":
         error["type"] = "api_error"
     elif error["code"] == "body_too_large":
         error["type"] = "request_too_large"
-    elif error["code"] == "context_length_exceeded":  # agents look for these words, and shorten the conversation
+    elif error["code"] == "context_length_exceeded":  # agents look for this text, and then shorten the conversation
         error["message"] = f"prompt is too long: {error['message']}"
     found = {"type": "error", "error": error}
     return found if request_id is None else {**found, "request_id": request_id}
 
 
 def of_request(error: RequestError) -> ApiError:
-    """A request that the engine or the text side refused."""
+    """The response for a RequestError: 503 if the queue is full, else 400."""
     if isinstance(error, QueueFullError):
         return ApiError(503, str(error), code="queue_full", retry_after=1)
     found = _FIELD.match(str(error))
@@ -99,7 +99,7 @@ def of_request(error: RequestError) -> ApiError:
 
 
 def of_json(error: msgspec.MsgspecError | UnicodeDecodeError | RecursionError) -> ApiError:
-    """A body that is no JSON, or not the JSON that is needed."""
+    """The 400 response for a body that is not valid JSON, or does not match its schema."""
     if isinstance(error, RecursionError):
         return ApiError(400, f"the body is nested too deep: {MOST_DEPTH} levels are allowed")
     text = str(error)

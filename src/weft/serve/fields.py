@@ -1,6 +1,6 @@
-"""The bodies of requests, as OpenAI and vLLM define them, and what they ask of the sampler.
+"""Request bodies as OpenAI and vLLM define them, and their conversion to SamplingParams.
 
-Null means that a field was left out. Of fields that are not named here, `weft.serve.known` knows more.
+Null means that a field was left out. `weft.serve.known` handles fields that are not defined here.
 """
 
 import math
@@ -19,19 +19,19 @@ from weft.serve.errors import ApiError, of_json
 Json = dict[str, Any]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Alternatives = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]  # -1: all, which is refused with the limit
-Stop = Annotated[str, Meta(max_length=1000)]  # each of n choices looks for each of them, character by character
+Alternatives = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]  # -1 (all) is refused later, naming the limit
+Stop = Annotated[str, Meta(max_length=1000)]  # limited: each of n choices searches for each, character by character
 MOST_PROMPTS = 1024  # in one completion request
-MOST_STREAMS = 2048  # of one request: prompts times n
+MOST_STREAMS = 2048  # in one request: prompts times n
 
 
 class StreamOptions(Struct):
-    include_usage: bool | None = None  # a last chunk with the usage
-    continuous_usage_stats: bool | None = None  # the usage so far in every chunk
+    include_usage: bool | None = None  # a last chunk has the usage
+    continuous_usage_stats: bool | None = None  # every chunk has the usage so far
 
 
 class Sampling(Struct, kw_only=True):
-    """What both kinds of generation have in common."""
+    """Fields that text completions and chats share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -45,8 +45,8 @@ class Sampling(Struct, kw_only=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
-    user: str | None = None  # within an API key, each one's prompts make room for the others'; under slo only
-    service_tier: str | None = None  # "flex": no promise, fills the slack
+    user: str | None = None  # users of one API key take turns in the queue; policy slo only
+    service_tier: str | None = None  # "flex": batch request without targets, uses spare capacity
     top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
@@ -56,22 +56,22 @@ class Sampling(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Alternatives | None = None
-    priority: Whole | None = None  # lower goes first, within an API key; under slo only
-    cache_salt: str | None = None  # prompts share cached prefixes only with those of the same salt
+    priority: Whole | None = None  # lower goes first among requests of an API key; policy slo only
+    cache_salt: str | None = None  # cached prefixes are shared only between prompts of the same salt
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # "token_id:17" in logprobs; None: as the server is told
-    truncate_prompt_tokens: Whole | None = None  # keep only so many; -1: as many as there is room for
-    truncation_side: Literal["left", "right"] | None = None  # where tokens are left out; without it, on the left
-    use_beam_search: bool | None = None  # this and the next change the answer and are not there: an error
+    return_tokens_as_token_ids: bool | None = None  # "token_id:17" in logprobs; None: the server's option
+    truncate_prompt_tokens: Whole | None = None  # keep only so many; -1: as many as fit the context
+    truncation_side: Literal["left", "right"] | None = None  # the side that is cut off; default left
+    use_beam_search: bool | None = None  # this and the next are not supported and change the answer: an error
     bad_words: list[str] | None = None
     allowed_token_ids: Annotated[list[Whole], Meta(max_length=MAX_ALLOWED)] | None = None
     response_format: Json | None = None
     structured_outputs: Json | None = None
-    guided_json: Json | str | None = None  # the older names of what structured_outputs holds
+    guided_json: Json | str | None = None  # older names for the fields of structured_outputs
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    grammar: str | None = None  # llama.cpp's names of the same
+    grammar: str | None = None  # llama.cpp's names for the same
     json_schema: Json | None = None
 
     @property
@@ -101,8 +101,8 @@ class ChatBody(Sampling, kw_only=True):
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[Json] | None = None  # the older form of tools
-    function_call: str | Json | None = None  # the older form of tool_choice
+    functions: list[Json] | None = None  # the older name of tools
+    function_call: str | Json | None = None  # the older name of tool_choice
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: Json | None = None
@@ -112,7 +112,7 @@ class ChatBody(Sampling, kw_only=True):
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """Of a prompt, or of messages as a chat would see them."""
+    """A prompt, or the messages of a chat, to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -131,18 +131,18 @@ class DetokenizeBody(Struct, kw_only=True):
 
 
 class Wanted(NamedTuple):
-    """What a request's headers ask of the time; milliseconds."""
+    """Latency targets from the request headers, in milliseconds."""
 
     ttft_ms: float | None
     gap_ms: float | None
 
 
-TTFT_NAMES = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")  # the first that is given counts
+TTFT_NAMES = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")  # the first header that is given counts
 GAP_NAMES = (b"x-slo-gap-ms", b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
 
 
 def wanted(headers: Mapping[bytes, bytes]) -> Wanted:
-    """What the x-slo headers say, or llm-d's names of them."""
+    """Latency targets from the x-slo headers, or from llm-d's names for them."""
     ttft, gap = (
         [value for name in names if (value := _milliseconds(headers, name)) is not None]
         for names in (TTFT_NAMES, GAP_NAMES)
@@ -157,7 +157,7 @@ def _milliseconds(headers: Mapping[bytes, bytes], name: bytes) -> float | None:
     text = headers.get(name)
     if text is None:
         return None
-    value = float(text) if _NUMBER.fullmatch(text.strip()) else math.nan  # float itself takes more: 1_0, infinity
+    value = float(text) if _NUMBER.fullmatch(text.strip()) else math.nan  # float() accepts more: 1_0, infinity
     if not 0 < value < math.inf:
         shown = text[:40].decode("latin-1")
         raise ApiError(400, f"{name.decode()}: {shown!r} is not a number of milliseconds above 0", param=name.decode())
@@ -165,7 +165,10 @@ def _milliseconds(headers: Mapping[bytes, bytes], name: bytes) -> float | None:
 
 
 def sampling_params(body: Sampling, defaults: SamplingParams, **special: Any) -> SamplingParams:
-    """What a body asks for, over the model's recommendation; `special` is what the two kinds do differently."""
+    """The model's recommended parameters, overridden by the body, and then by `special`.
+
+    `special` has the fields that text completions and chats treat differently.
+    """
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true: leave it out")
     for name in ("use_beam_search", "bad_words"):
@@ -180,7 +183,7 @@ def sampling_params(body: Sampling, defaults: SamplingParams, **special: Any) ->
     return replace(defaults, **{**given, "structured_outputs": _structure(body), **special})
 
 
-_SAME = (  # fields that have the same name and meaning in SamplingParams
+_SAME = (  # fields with the same name and meaning in SamplingParams
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("n", "stop", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs", "allowed_token_ids"),
     *("include_stop_str_in_output", "skip_special_tokens"),
@@ -195,7 +198,7 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 
 
 def _structure(body: Sampling) -> StructuredOutputs | None:
-    """What the output must look like, wherever the client has written it."""
+    """The required structure of the output, from whichever field has it. Raises if several fields do."""
     found = _of_format(body.response_format)
     for name, field in _OLDER:
         if (value := getattr(body, field)) is not None and (value != "" or field != "grammar"):
@@ -213,16 +216,17 @@ def _structure(body: Sampling) -> StructuredOutputs | None:
         raise ApiError(400, of_json(error).message, param=structure_field(body)) from None
 
 
-_OLDER = (  # names of what structured_outputs holds, and the fields that held it before
+_OLDER = (  # fields of structured_outputs, and other body fields with the same meaning
     *(("json", "guided_json"), ("regex", "guided_regex"), ("choice", "guided_choice"), ("grammar", "guided_grammar")),
     *(("grammar", "grammar"), ("json", "json_schema")),
 )
-# What vLLM lets stand beside a form, and has no effect here: objects are closed, and there is one library for all.
+# Keys of structured_outputs that are ignored. `behind` and `calls` are internal to weft. The others are vLLM's and have
+# no effect here: objects never have additional properties, and there is only one grammar library.
 _BESIDE = ("behind", "calls", "disable_fallback", "disable_additional_properties", "_backend", "_backend_was_auto")
 
 
 def structure_field(body: Sampling) -> str:
-    """The field that asks for a structure. Where none does, it is a tool."""
+    """The field that asks for a structure, or "tools" if no field does."""
     return next(iter(_structure_fields(body)), "tools")
 
 
@@ -232,7 +236,7 @@ def _structure_fields(body: Sampling) -> list[str]:
 
 
 def _wish(given: Json) -> Json:
-    """The form in structured_outputs; what is not known of it is an error where it asks for something."""
+    """The supported keys of structured_outputs. An unknown key is an error if its value is not empty."""
     known = [field.name for field in fields(StructuredOutputs)]
     for name in given:
         if given[name] and name not in known and name not in _BESIDE:
@@ -247,7 +251,7 @@ def _of_format(response_format: Json | None) -> list[Json]:
     if kind == "text":
         return []
     if kind == "json_object":
-        schema = response_format.get("schema")  # as llama.cpp has it
+        schema = response_format.get("schema")  # llama.cpp's extension
         if schema is not None and not isinstance(schema, dict):
             raise RequestError("response_format: the schema of a json_object must be an object")
         return [{"json": schema}] if schema else [{"json_object": True}]

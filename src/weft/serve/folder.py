@@ -1,4 +1,4 @@
-"""EngineFolder: where the API process and its engine process meet: a socket, and the file of the pulse."""
+"""EngineFolder: the temporary folder with the socket and the heartbeat file of one engine process."""
 
 import contextlib
 import fcntl
@@ -11,12 +11,12 @@ from pathlib import Path
 
 PREFIX = "weft-"
 LOCK = "lock"
-LONGEST = 103  # bytes of a socket's path: Linux has room for 107, macOS for 103
-SETTLED = 60.0  # seconds after which a folder without a lock was left behind, and is not being made
+LONGEST = 103  # bytes; longest socket path: the limit is 107 on Linux and 103 on macOS
+SETTLED = 60.0  # seconds; an unlocked folder of this age was left behind, and is not being created
 
 
 class EngineFolder:
-    """Readable by this user alone. Its lock is held as long as this process lives, however it ends."""
+    """A folder that only this user can read. Its lock is held until `close` or the end of this process, even a kill."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -42,14 +42,14 @@ class EngineFolder:
 
 
 def sweep() -> int:
-    """Removes folders that killed servers of this user left behind; returns how many."""
+    """Removes folders that killed servers of this user left behind. Returns their number."""
     removed = 0
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             about = folder.lstat()
             if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or time.time() - about.st_mtime < SETTLED:
                 continue
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # others' folders have none
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # other programs' have none
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)

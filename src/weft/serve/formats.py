@@ -1,7 +1,7 @@
-"""How choices look on the wire: chat completions and text completions, as frames of a stream and as whole bodies.
+"""Answer formats of chat completions and text completions, as stream frames and as whole bodies.
 
-Frames are put together from bytes that are the same for every token of a choice and the token's own text; only what is
-rare (log probabilities, tool calls, the last chunk) goes through a JSON encoder as a whole.
+A frame of plain text is built from constant bytes and the text of the token. Only rare frames (log probabilities, tool
+calls, the last chunk) go through the JSON encoder as a whole.
 """
 
 import time
@@ -21,7 +21,7 @@ to_json = msgspec.json.Encoder().encode
 
 
 def goes_on(call: ToolCallDelta) -> bool:
-    """Whether a piece of a call is not its first."""
+    """Whether a delta continues a tool call, and does not start one."""
     return call.id is None
 
 
@@ -30,35 +30,35 @@ def frame(data: Json) -> bytes:
 
 
 class Format(Protocol):
-    """One request's way of being shown."""
+    """Formats the answer to one request."""
 
     id: str
-    done: bytes  # what ends a stream
-    token_ids: bool  # whether every token is shown, also those that add no text
+    done: bytes  # the end of a stream
+    token_ids: bool  # whether every token gets a frame, even if it adds no text
 
     def opening(self, choice: Choice, extras: Json) -> bytes:
-        """What comes before a choice's first piece; `extras` as for a piece."""
+        """The frames before a choice's first piece. `extras` is as in `piece`."""
         ...
 
     def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
-        """A frame; `extras` go beside the choices."""
+        """The frame of a piece. `extras` are fields next to `choices`, such as usage."""
         ...
 
     def closing(self, extras: Json) -> bytes:
-        """A frame without choices."""
+        """The last frame, without choices."""
         ...
 
     def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
-        """The body of an answer that is not streamed."""
+        """The body of a non-streamed answer."""
         ...
 
     def error(self, body: Json) -> bytes:
-        """A frame that says what went wrong."""
+        """A frame with an error."""
         ...
 
 
 class _Base:
-    kind: str  # of a chunk
+    kind: str  # the `object` field of a chunk
     done = b"data: [DONE]\n\n"
 
     def __init__(
@@ -71,13 +71,13 @@ class _Base:
         names_ids: bool = False,
         fingerprint: str | None = None,
     ) -> None:
-        """With `names_ids`, tokens in log probabilities are named by their ids."""
+        """With `names_ids`, log probabilities name tokens by id."""
         self.id = id
         self.model = model
         self.tokenizer = tokenizer
         self.token_ids = token_ids
-        self.fingerprint = fingerprint  # of what computes the answer
-        self.names_ids = names_ids  # log probabilities name tokens by their ids
+        self.fingerprint = fingerprint  # of the model, the options and weft's version
+        self.names_ids = names_ids
         self.created = int(time.time())
         self._head = b"data: " + to_json(self._envelope(self.kind))[:-1] + b',"choices":[{"index":'
 
@@ -103,7 +103,7 @@ class _Base:
         return token_name(None if self.names_ids else self.tokenizer, token)
 
     def _all_prompt_logprobs(self, choice: Choice, length: int) -> list[Json | None]:
-        """As vLLM shows them: one object a position, by token id; nothing predicts the first token."""
+        """Prompt logprobs in vLLM's format: one object per position, by token id. The first token has None."""
         every = [choice.prompt_logprobs.get(position) for position in range(length)]
         return [None if found is None else self._by_id(found) for found in every]
 
@@ -138,8 +138,8 @@ class ChatFormat(_Base):
         self.logprobs = logprobs
         self.prompt = prompt
         self.prompt_logprobs = prompt_logprobs
-        self.reasoning = reasoning  # whether thoughts are shown
-        self.legacy = legacy  # a call is shown as function_call
+        self.reasoning = reasoning  # whether the answer has the reasoning
+        self.legacy = legacy  # shows a tool call as function_call
         self._is_plain = not (logprobs or token_ids)
 
     def opening(self, choice: Choice, extras: Json) -> bytes:
@@ -152,7 +152,7 @@ class ChatFormat(_Base):
             return b"%s%d%s%s%s" % (self._head, choice.index, _CHAT_TEXT, to_json(text), _CHAT_END)
         delta: Json = {}
         if reasoning and self.reasoning:
-            delta["reasoning_content"] = delta["reasoning"] = reasoning  # the older name and vLLM's newer one
+            delta["reasoning_content"] = delta["reasoning"] = reasoning  # older name, and vLLM's newer one
         if text:
             delta["content"] = text
         if calls and self.legacy:
@@ -216,7 +216,7 @@ class ChatFormat(_Base):
 
 
 def spelled_logprob(tokenizer: Tokenizer | None, found: TokenLogprobs, names_ids: bool = False) -> Json:
-    """A token and its likeliest alternatives, as chats show them."""
+    """A token and its most likely alternatives, in the format of chat completions."""
 
     def entry(token: int, logprob: float) -> Json:
         spelled = tokenizer.token_bytes(token) if tokenizer is not None else b""
@@ -228,7 +228,7 @@ def spelled_logprob(tokenizer: Tokenizer | None, found: TokenLogprobs, names_ids
 
 
 def token_name(tokenizer: Tokenizer | None, token: int) -> str:
-    """A token's text; without a tokenizer, its id as vLLM writes it."""
+    """A token's text; without a tokenizer, its id in vLLM's notation."""
     return tokenizer.token_text(token) if tokenizer is not None else f"token_id:{token}"
 
 
@@ -263,7 +263,7 @@ class CompletionFormat(_Base):
         keeps: int | None = None,
         generates: bool = True,
     ) -> None:
-        """`prompts` as ids and text, each with `per_prompt` choices, of which the likeliest `keeps` are shown."""
+        """`prompts` are pairs of ids and text. Each has `per_prompt` choices; the `keeps` most likely are shown."""
         super().__init__(id, model, tokenizer, token_ids=token_ids, names_ids=names_ids, fingerprint=fingerprint)
         self.logprobs = logprobs
         self.prompts = prompts
@@ -271,10 +271,10 @@ class CompletionFormat(_Base):
         self.echo = echo
         self.prompt_logprobs = prompt_logprobs
         self.keeps = keeps or per_prompt
-        self.generates = generates  # False: only the prompt was asked for, and what was sampled is not shown
+        self.generates = generates  # False: max_tokens=0, so that the sampled token is not shown
         self._is_plain = logprobs is None
-        self._streamed: dict[int, int] = {}  # characters, by choice
-        self._waiting: dict[int, list[tuple[int, TokenLogprobs]]] = {}  # until the text at these offsets is streamed
+        self._streamed: dict[int, int] = {}  # characters streamed so far, by choice
+        self._waiting: dict[int, list[tuple[int, TokenLogprobs]]] = {}  # logprobs by offset, until its text is streamed
 
     def opening(self, choice: Choice, extras: Json) -> bytes:
         if not (self.echo or self.token_ids or self.prompt_logprobs):
@@ -307,7 +307,10 @@ class CompletionFormat(_Base):
         return self._slow(shown, self._billed(extras))
 
     def _due(self, choice: Choice, piece: Piece) -> Json | None:
-        """What is told with a piece: of a token whose text is kept back, nobody knows yet whether it will be there."""
+        """The log probabilities to send with a piece.
+
+        Tokens in withheld text must wait, because a stop string may still remove that text.
+        """
         waiting = self._waiting.setdefault(choice.index, [])
         if piece.logprobs is not None:
             waiting.append((piece.offset, piece.logprobs))
@@ -316,7 +319,7 @@ class CompletionFormat(_Base):
         due = [one for one in waiting if everything or one[0] < length]
         if not due:
             return None
-        del waiting[: len(due)]  # offsets only grow
+        del waiting[: len(due)]  # correct because offsets only grow
         return self._lists([found for _, found in due], self._shifted(choice, (at for at, _ in due), length))
 
     def closing(self, extras: Json) -> bytes:
@@ -328,14 +331,14 @@ class CompletionFormat(_Base):
             group = list(choices[start : start + self.per_prompt])
             if self.keeps < self.per_prompt:
                 group = sorted(group, key=_likelihood, reverse=True)[: self.keeps]
-            # Each is encoded on its own: the encoder keeps the interpreter to itself.
+            # Encoded one by one, because the encoder holds the GIL.
             shown += [
                 msgspec.Raw(to_json(self._choice(choice, len(shown) + place))) for place, choice in enumerate(group)
             ]
         return {**self._envelope("text_completion"), "choices": shown, **self._billed(extras)}
 
     def _billed(self, extras: Json) -> Json:
-        """Nobody pays for a token that is not shown, and was sampled only as the engine samples one in any case."""
+        """With max_tokens=0, usage does not count the one token that the engine always samples."""
         if self.generates or "usage" not in extras:
             return extras
         usage = extras["usage"]
@@ -370,18 +373,18 @@ class CompletionFormat(_Base):
         return shown
 
     def _of_prompt(self, choice: Choice, ids: Sequence[int]) -> list[TokenLogprobs | int]:
-        """What is known of each token of the prompt; of the first, only its id."""
+        """Log probabilities of each prompt token, or the token id if there are none, as for the first token."""
         return [choice.prompt_logprobs.get(position, token) for position, token in enumerate(ids)]
 
     def _prompt_offsets(self, ids: Sequence[int]) -> list[int]:
-        """Where the tokens of a prompt begin in its text."""
+        """Character offsets at which the prompt's tokens start."""
         if self.tokenizer is None:
             return [0] * len(ids)
         ruler = Ruler(self.tokenizer)
         return [ruler.push(token)[0] for token in ids]
 
     def _shifted(self, choice: Choice, offsets: Iterable[int], length: int) -> list[int]:
-        """Offsets in the text that is returned, of which `length` characters are the completion's."""
+        """Offsets in the returned text, with the prompt if echoed. `length` is the length of the completion so far."""
         start = len(self.prompts[choice.index // self.per_prompt][1]) if self.echo else 0
         return [start + min(offset, length) for offset in offsets]
 
@@ -408,10 +411,10 @@ _TEXT_END_WITH_ID = b',"logprobs":null,"finish_reason":null,"token_ids":[%d]}]}\
 
 
 def _likelihood(choice: Choice) -> float:
-    """Mean log probability of its tokens."""
+    """Mean log probability of the choice's tokens."""
     return sum(found.logprob for found in choice.logprobs) / max(1, len(choice.logprobs))
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; this is what others send for a token that cannot be."""
+    """At least -9999, which other servers send for an impossible token too. JSON has no infinity."""
     return max(logprob, -9999.0)

@@ -1,6 +1,6 @@
-"""The gate: every request passes here. Who it is, whether there is room for it, and how its errors look.
+"""Gate: authentication, rate limits, body limits and error responses for every request.
 
-Pure ASGI, so that a streamed token passes nothing but one `send`.
+Pure ASGI, so that a streamed token costs only one extra `send` call.
 """
 
 import asyncio
@@ -23,22 +23,22 @@ from weft.serve.formats import to_json
 from weft.serve.log import Sparing
 from weft.serve.origins import PREFLIGHT, SAFE_METHODS, Origins, check_origin
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version"))  # reveal nothing, and probes have no keys
-ANTHROPIC = "/v1/messages"  # this and what is below it speak Anthropic's API
+OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version"))  # open: probes have no keys, and nothing is revealed
+ANTHROPIC = "/v1/messages"  # this path and all paths under it use Anthropic's API
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
-BODY_TIMEOUT = 30.0  # seconds that a client may take to send its body
-TOGETHER = 256 << 20  # bytes of all bodies that are being received, at least four of the largest
-UNCOUNTED = 1 << 16  # bytes of each body that do not count there: as many as wait in a connection in any case
+BODY_TIMEOUT = 30.0  # seconds; the most that a client may take to send its body
+TOGETHER = 256 << 20  # bytes; limit for all incomplete bodies together, but at least four of the largest
+UNCOUNTED = 1 << 16  # bytes of each body that do not count: a connection buffers that many anyway
 
 
 class Keys:
-    """API keys, kept as digests and compared in constant time."""
+    """API keys, stored as SHA-256 digests and compared in constant time."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [hashlib.sha256(key.strip().encode()).digest() for key in keys]
 
     def tenant(self, headers: dict[bytes, bytes]) -> str:
-        """Who asks, as a name that does not give the key away; "" where no keys are in use."""
+        """The tenant: a name made from the key's digest; "" if the server has no keys. Raises 401 for a bad key."""
         if not self._digests:
             return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
@@ -47,14 +47,14 @@ class Keys:
             message = "no API key was given: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
             raise ApiError(401, message, code="missing_api_key")
         for digest in [hashlib.sha256(key).digest() for key in given if key]:
-            found = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, whichever it is
+            found = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them: constant time
             if any(found):
                 return digest[:12].hex()
         raise ApiError(401, "the API key is not one that this server knows", code="invalid_api_key")
 
 
 class Limits:
-    """How much one key may ask for at once and in a minute."""
+    """Limits per API key: concurrent requests, and requests per minute."""
 
     def __init__(self, per_minute: int | None, concurrent: int | None) -> None:
         self.per_minute, self.concurrent = per_minute, concurrent
@@ -91,7 +91,7 @@ class Limits:
 
 
 class Gate:
-    """Outermost: authentication, error objects for whatever goes wrong inside, and the count of answers."""
+    """The outermost ASGI layer: authentication, error objects for every failure, and the count of responses."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Gate:
         self.app, self.keys, self.metrics, self.log = app, keys, metrics, log
         self.paths = frozenset(paths)
         self.origins = Origins(origins)
-        self.root_path = root_path  # a proxy may leave it before the path, or take it away
+        self.root_path = root_path  # a proxy may keep this prefix of the path, or remove it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -130,9 +130,9 @@ class Gate:
         given = headers.get(b"x-request-id", b"")
         scope["request_id"] = given if _ID.fullmatch(given) else secrets.token_hex(12).encode()
         open_to = self.origins.open_to(headers.get(b"origin"))
-        scope["app"] = self  # lets the router raise what it cannot find
+        scope["app"] = self  # makes the router raise HTTPException for an unknown path
         try:
-            if open_to and scope["method"] == "OPTIONS":  # a browser asks whether it may; it sends no key with that
+            if open_to and scope["method"] == "OPTIONS":  # a CORS preflight of a browser, which has no key
                 await answer(counted, 200, {}, PREFLIGHT)
                 return
             if scope["method"] not in SAFE_METHODS and open_to is None:
@@ -147,7 +147,7 @@ class Gate:
         except HTTPException as error:
             if not status:
                 await _refuse(counted, error, scope)
-        except asyncio.CancelledError:  # the server ends
+        except asyncio.CancelledError:  # the server shuts down
             if not status:
                 ending = ApiError(503, "the server is shutting down", code="draining", retry_after=5)
                 await _fail(counted, ending, scope)
@@ -166,7 +166,7 @@ class Gate:
 
 
 async def _refuse(send: Send, error: HTTPException, scope: Scope) -> None:
-    """What the router has to say."""
+    """Sends the router's 404 or 405 as an error object."""
     method, path = scope["method"], scope["path"]
     message = f"{path} does not exist" if error.status_code == 404 else f"{path} does not take {method}"
     wrong = ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else "method_not_allowed")
@@ -175,7 +175,7 @@ async def _refuse(send: Send, error: HTTPException, scope: Scope) -> None:
 
 
 async def _fail(send: Send, error: ApiError, scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-    """An error, in the form that the clients of its path know."""
+    """Sends an error in the format of the path: OpenAI's, or Anthropic's."""
     body = error.body
     if _is_anthropic(scope):
         body = as_anthropic(body, scope["request_id"].decode())
@@ -183,7 +183,7 @@ async def _fail(send: Send, error: ApiError, scope: Scope, headers: Iterable[tup
 
 
 def request_ids(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """The headers that name a request; Anthropic has another name for it."""
+    """The response headers with the request id. Anthropic's API uses another name as well."""
     id = scope["request_id"]
     return [(b"x-request-id", id), (b"request-id", id)] if _is_anthropic(scope) else [(b"x-request-id", id)]
 
@@ -194,7 +194,7 @@ def _is_anthropic(scope: Scope) -> bool:
 
 
 async def answer(send: Send, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-    """A JSON answer."""
+    """Sends a JSON response."""
     data = body if isinstance(body, bytes) else to_json(body)
     every = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data)), *headers]
     await send({"type": "http.response.start", "status": status, "headers": every})
@@ -202,19 +202,19 @@ async def answer(send: Send, status: int, body: Any, headers: Iterable[tuple[byt
 
 
 class Bodies:
-    """Reads bodies. Each is bounded, and so is the sum of those that are not complete yet."""
+    """Reads request bodies. Limits the size of each, and the sum of all incomplete ones."""
 
     def __init__(self, most: int) -> None:
         self.most = most  # bytes of one body
         self.most_together = max(TOGETHER, 4 * most)
-        self.held = 0  # bytes of unfinished bodies, without the first UNCOUNTED of each
+        self.held = 0  # bytes of incomplete bodies, without the first UNCOUNTED bytes of each
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """The whole body of a request, within BODY_TIMEOUT."""
+        """Returns the whole body of a request. Raises if it takes longer than BODY_TIMEOUT."""
         length = scope["headers_by_name"].get(b"content-length", b"")
         if length.isdigit() and int(length) > self.most:
             raise _too_large(int(length), self.most)
-        body = bytearray()  # and no list of pieces: these may be tiny, and an object each
+        body = bytearray()  # not a list of pieces: they may be tiny, and each would be an object
         counted = 0
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
@@ -236,7 +236,7 @@ class Bodies:
             self.held -= counted
 
     def _check(self, more: int) -> None:
-        """Small bodies always pass: they have no part in the sum, so that stalled ones keep nobody else out."""
+        """Raises if incomplete bodies would hold too much. Small bodies do not count, so stalled ones block none."""
         if more and self.held + more > self.most_together:
             message = f"unfinished bodies have {self.held} bytes, and {self.most_together} may be: try again later"
             raise ApiError(503, message, code="bodies_full", retry_after=1)

@@ -1,4 +1,4 @@
-"""The life of an inference request: sent to the engine, streamed or collected, ended early when its client has gone."""
+"""Runs an inference request: submits it, streams or collects the answer, and aborts it if the client disconnects."""
 
 import asyncio
 import math
@@ -26,25 +26,25 @@ JSON_HEADERS = [(b"content-type", b"application/json")]
 
 @dataclass
 class Call:
-    """A request that was checked: what the engine is to do, and how the client wants to see it."""
+    """A checked request: the prompts for the engine, and the format of the answer."""
 
     format: Format
     prompts: list[Prompt]
-    prompt_tokens: list[int]  # of each
+    prompt_tokens: list[int]  # of each prompt
     choices: list[Choice]
     arrival: float
     max_tokens: int | None
     promise: Promise
     stream: bool = False
     includes_usage: bool = False
-    counts_always: bool = False  # the usage so far comes with every piece
-    counts_first: bool = False  # and with what opens a stream
-    is_background: bool = False  # goes on without its client
-    may_be_large: bool = False  # its answer: with log probabilities, or with embeddings
+    counts_always: bool = False  # every chunk has the usage so far
+    counts_first: bool = False  # the opening chunk has the usage so far
+    is_background: bool = False  # goes on after the client has disconnected
+    may_be_large: bool = False  # the answer has log probabilities or embeddings
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
-FAILURES = ("engine_died", "step_failed", "shutdown")  # others are refusals: nothing was begun
+FAILURES = ("engine_died", "step_failed", "shutdown")  # other error codes are refusals: nothing had started
 
 
 class Gone(Exception):
@@ -52,7 +52,7 @@ class Gone(Exception):
 
 
 class Times:
-    """When things happened to one request; seconds."""
+    """Token times of one request, in seconds; updates the latency metrics."""
 
     def __init__(self, call: Call, metrics: ServerMetrics) -> None:
         self.call, self.metrics = call, metrics
@@ -63,11 +63,11 @@ class Times:
         self._ttft, self._gap = finite(call.promise.promised_ttft), finite(call.promise.promised_gap)
 
     def last(self, index: int) -> float:
-        """When a choice got its last token."""
+        """When a choice got its latest token."""
         return self._last[index]
 
     def token(self, index: int, now: float) -> None:
-        """Called for every token."""
+        """Records a token. Runs for every token."""
         self.tokens += 1
         last = self._last[index]
         self._last[index] = now
@@ -83,22 +83,22 @@ class Times:
 
 
 class Watcher(Protocol):
-    """Knows when a request is to be ended early."""
+    """Tells a job when it must end early."""
 
     def tell(self, job: Job) -> None:
-        """From now on the job is told."""
+        """Sets the job to tell. If the end has come already, tells it now."""
         ...
 
 
 class Presence:
-    """Whether the client is still there, from when its body was read."""
+    """Watches for the client to disconnect, once its body has been read."""
 
     def __init__(self, receive: Receive) -> None:
         self._watching = asyncio.create_task(self._watch(receive))
         self._job: Job | None = None
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """Does what must be done before there is a job; if the client goes, the rest of it is left undone."""
+        """Runs `work`, before there is a job. If the client disconnects, cancels it and raises Gone."""
         task = asyncio.create_task(work)
         try:
             await asyncio.wait((task, self._watching), return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +109,7 @@ class Presence:
             task.cancel()
 
     def tell(self, job: Job) -> None:
-        """From now on the job is told when the client goes."""
+        """Tells the job when the client disconnects, or now if it has."""
         self._job = job
         if self._watching.done():
             job.put(Update(0, None, lost=GONE))
@@ -125,7 +125,7 @@ class Presence:
 
 
 async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, there: Watcher, send: Send) -> "Exchange":
-    """Runs a call to its end, whatever the end is; returns what is to be known of it afterwards."""
+    """Runs a call to its end and returns its Exchange. Always aborts streams that are still open."""
     client.check_queue(sum(prompt.params.n for prompt in call.prompts))
     job = client.submit(call.prompts, call.arrival)
     there.tell(job)
@@ -148,14 +148,14 @@ async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, ther
 
 
 class Exchange:
-    """One call and its job, between submission and the last frame."""
+    """One call and its job, from submission to the last frame."""
 
     def __init__(self, call: Call, client: EngineClient, job: Job, metrics: ServerMetrics) -> None:
         self.call, self.client, self.job = call, client, job
         self.times = Times(call, metrics)
         self.metrics = metrics
-        self.ends: dict[int, End] = {}  # the engine's last words, by index
-        self.done: RequestDone | None = None  # once it has ended
+        self.ends: dict[int, End] = {}  # the End of each stream, by index
+        self.done: RequestDone | None = None  # set at the end
         self._left = len(call.choices)
         self._opened: set[int] = set()
 
@@ -164,7 +164,7 @@ class Exchange:
             for update in await self.job.news():
                 self._check(update)
                 if self.call.choices[update.place].reason is not None:
-                    continue  # a token that was on its way when a stop string ended the choice
+                    continue  # a token that was in flight when a stop string ended the choice
                 if update.token is not None:
                     self.times.token(update.place, update.at)
                 self._take(update)
@@ -175,21 +175,21 @@ class Exchange:
         self.finish()
 
     async def stream(self, send: Send) -> None:
-        """The response starts with the first token, so that what is refused can still have a status of its own."""
+        """Streams the answer. The response starts with the first token, so a refusal can still set the status."""
         job, format, choices, times = self.job, self.call.format, self.call.choices, self.times
         started = False
         counts = self.call.counts_always
         try:
             while self._left:
                 for update in await job.news():
-                    if update.token is None or update.end is not None:  # most are plain tokens
+                    if update.token is None or update.end is not None:  # most are plain tokens and need no check
                         self._check(update)
                         if update.prompt_logprobs is not None:
                             self._take(update)
                             continue
                     choice = choices[update.place]
                     if choice.reason is not None:
-                        continue  # a token that was on its way when a stop string ended the choice
+                        continue  # a token that was in flight when a stop string ended the choice
                     if not started:
                         headers = [*STREAM_HEADERS, *self._headers()]
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -220,7 +220,7 @@ class Exchange:
         self.finish()
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
-        """What was promised. A prompt that not even an idle machine could read in time was served without a promise."""
+        """Response headers. Without the TTFT promise if a prompt was too long to meet it even on an idle machine."""
         if all(begin.is_promised for begin in self.job.begins.values()):
             return self.call.headers
         return [header for header in self.call.headers if header[0] != TTFT_HEADER]
@@ -229,7 +229,11 @@ class Exchange:
         return {"usage": self._usage(), "metrics": self.numbers()}
 
     def numbers(self) -> Json:
-        """Where this request's time went; milliseconds. Of several choices, the one that was slowest at it."""
+        """Where this request's time went, in milliseconds.
+
+        With several choices, each time is the slowest choice's, except ttft_ms: it belongs to the first token of the
+        request. cached_tokens and preemptions are sums.
+        """
         queue, prefill, decode = self._phases()
         call, ends, begins = self.call, list(self.ends.values()), self.job.begins.values()
         predicted = [begin.predicted_ttft for begin in begins if begin.predicted_ttft is not None]
@@ -251,13 +255,13 @@ class Exchange:
         return await self._made(lambda: self.call.format.opening(choice, {"usage": self._usage()} if counts else {}))
 
     async def _made(self, work: Callable[[], bytes]) -> bytes:
-        """What may be large is put together in another thread, so that streams go on."""
+        """Runs `work` in another thread if its result may be large, so that streams go on."""
         if not self.call.may_be_large:
             return work()
         return await asyncio.get_running_loop().run_in_executor(None, work)
 
     def _take(self, update: Update) -> Any:
-        """Hands an update to its choice; a choice that has ended before its stream ends that as well."""
+        """Passes an update to its choice. If the choice ends before its stream (a stop string), aborts the stream."""
         choice = self.call.choices[update.place]
         if update.prompt_logprobs is not None:
             for position, found in enumerate(update.prompt_logprobs.found, start=update.prompt_logprobs.first):
@@ -273,7 +277,7 @@ class Exchange:
         return piece
 
     def _check(self, update: Update) -> None:
-        """Raises where the request cannot go on."""
+        """Raises if the update says that the request cannot go on."""
         if update.rejected is not None:
             if update.rejected.kind == "queue_full":
                 raise ApiError(503, update.rejected.message, code="queue_full", retry_after=1)
@@ -307,7 +311,7 @@ class Exchange:
         }
 
     def _cached(self) -> int:
-        """Of each prompt, as its first choice found them: the others of it share the first one's blocks."""
+        """Cached prompt tokens, counted once per prompt at its first choice. Its other choices share its blocks."""
         per_prompt = max(1, len(self.call.choices) // max(1, len(self.call.prompts)))
         firsts = (self.job.begins.get(index) for index in range(0, len(self.call.choices), per_prompt))
         return sum(begin.cached_tokens for begin in firsts if begin is not None)
@@ -333,7 +337,7 @@ class Exchange:
             prompt_tokens=sum(self.call.prompt_tokens),
             output_tokens=self.times.tokens,
             cached_tokens=self._cached(),
-            queue=elapsed if queue is None else queue,  # it never left the queue
+            queue=elapsed if queue is None else queue,  # None: it never left the queue
             prefill=prefill,
             decode=decode,
             ttft=None if self.times.first is None else self.times.first - self.call.arrival,

@@ -1,6 +1,6 @@
-"""Fields of OpenAI, vLLM and llama.cpp that no body here has: accepted where they change nothing, else refused by name.
+"""Fields of OpenAI, vLLM and llama.cpp that weft does not have: accepted if they change nothing, else refused by name.
 
-A field that neither we nor they know is ignored, and the client is told.
+A field that none of these servers knows is ignored, and a response header tells the client.
 """
 
 import re
@@ -13,27 +13,27 @@ from weft.serve.errors import ApiError
 from weft.serve.fields import ChatBody, CompletionBody
 
 HEADER = b"x-weft-ignored-fields"
-MOST_TOLD = 256  # bytes of the header
-SMALL = 200  # bytes of a value that may ask for nothing; longer ones ask for something
+MOST_TOLD = 256  # bytes; longest value of the header
+SMALL = 200  # bytes; longer JSON values always count as asking for something
 
-# Without effect on the answer, whatever they say.
+# Accepted: they have no effect on the answer, whatever the value.
 HARMLESS = frozenset(
     (
         # OpenAI
         *("store", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
         *("stream_options", "max_tool_calls", "moderation"),
-        # vLLM: of beam search, of slow tokenizers, or names for logs
+        # vLLM: options of beam search and of slow tokenizers, names for logs
         *("length_penalty", "early_stopping", "spaces_between_special_tokens", "request_id"),
         *("guided_decoding_backend", "data_parallel_rank"),
-        # llama.cpp: caches and slots, and details of samplers that are off
+        # llama.cpp: caches and slots, and parameters of samplers that are off
         *("cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard", "mirostat_tau", "mirostat_eta", "dry_base"),
         *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "dynatemp_exponent"),
         *("repeat_last_n", "min_keep", "penalize_nl", "backend_sampling", "n_threads"),
     )
 )
 
-# Refused where they ask for something: the values that ask for nothing (beside null, false, 0 and what is empty), and
-# what to do instead.
+# Refused, unless the value is neutral. Each entry has the neutral values (in addition to null, false, 0 and empty ones)
+# and the alternative that the error message names.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     # OpenAI
     "modalities": ((["text"],), "answers are text only"),
@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "image_data": ((), "models here read text only"),
 }
 
-# Fields of one path are refused on others, where they would have no effect; these values ask for nothing.
+# Fields of one endpoint are refused on others, where they have no effect, unless the value is neutral.
 _ELSEWHERE = frozenset((*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__))
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -110,8 +110,10 @@ NAMES = HARMLESS | REFUSED.keys() | _ELSEWHERE
 
 
 def ignored(others: Mapping[str, bytes]) -> list[str]:
-    """Of the fields that a body does not have, as JSON by name, those that no server knows. Raises where a known one
-    asks for something."""
+    """The names in `others` that no server knows. Raises if a known field has a value that is not neutral.
+
+    `others` has the fields that the body's struct does not define, as JSON by name.
+    """
     found = []
     for name, value in others.items():
         if name in REFUSED:
@@ -133,7 +135,7 @@ def _check(name: str, value: bytes, neutral: tuple[Any, ...], wrong: str) -> Non
 
 
 def told(names: Iterable[str]) -> bytes:
-    """The value of the header that tells what was ignored; a long list ends with `...`."""
+    """The value of the header with the ignored fields. A list that is too long ends with `...`."""
     text = ""
     for name in names:
         shown = _UNPRINTABLE.sub("?", name[:64])
@@ -143,4 +145,4 @@ def told(names: Iterable[str]) -> bytes:
     return text.encode()
 
 
-_UNPRINTABLE = re.compile(r"[^\x21-\x2b\x2d-\x7e]")  # in a header's list; the comma stands between names
+_UNPRINTABLE = re.compile(r"[^\x21-\x2b\x2d-\x7e]")  # not printable ASCII, or the comma, which separates names

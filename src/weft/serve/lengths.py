@@ -1,4 +1,4 @@
-"""Lengths: how much of a prompt is kept, and whether it fits into the context and its answer into memory."""
+"""Length checks: truncation of prompts, the context limit, and the size of prompt logprobs."""
 
 from weft.engine.params import SamplingParams
 from weft.errors import RequestError
@@ -7,11 +7,11 @@ from weft.serve.fields import ChatBody, Sampling
 from weft.serve.messages import Facts
 
 Ids = list[int]
-MOST_DESCRIBED = 1_000_000  # log probabilities of prompts in one answer: about 50 MB
+MOST_DESCRIBED = 1_000_000  # prompt log probabilities in one answer: about 50 MB
 
 
 def kept(body: Sampling, max_tokens: int | None, facts: Facts) -> int:
-    """How many tokens of a prompt are kept at most; 0: all."""
+    """The number of prompt tokens that truncation keeps; 0: no truncation."""
     most = body.truncate_prompt_tokens
     if most is None:
         return 0
@@ -23,7 +23,7 @@ def kept(body: Sampling, max_tokens: int | None, facts: Facts) -> int:
 
 
 def truncated(ids: Ids, body: Sampling, keeps: int) -> Ids:
-    """A part of a prompt, where that is what the client wants."""
+    """The prompt, truncated to `keeps` tokens on the side that the client chose."""
     if not keeps:
         return ids
     return ids[:keeps] if body.truncation_side == "right" else ids[-keeps:]
@@ -43,7 +43,10 @@ def check_length(prompt_tokens: int, max_tokens: int | None, facts: Facts, field
 
 
 def check_described(prompts: list[Ids], params: SamplingParams) -> None:
-    """Each choice shows what is known of its prompt. Alternatives may be shown twice: in OpenAI's way and in vLLM's."""
+    """Raises if the answer would have too many prompt log probabilities. Each choice repeats its prompt's.
+
+    Alternatives may appear twice in the answer: in OpenAI's format and in vLLM's.
+    """
     if params.prompt_logprobs is None:
         return
     shown = params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)
@@ -57,7 +60,7 @@ def check_described(prompts: list[Ids], params: SamplingParams) -> None:
 def too_long(prompt_tokens: int, max_tokens: int | None, facts: Facts, field: str) -> ApiError:
     alone = max_tokens is None or prompt_tokens >= facts.max_model_len
     wanted = f"{prompt_tokens} tokens" if alone else f"{prompt_tokens} tokens and asks for {max_tokens} more"
-    # Clients recognise the first sentence, whoever serves.
+    # Clients recognise the first sentence, which OpenAI and other servers send too.
     return ApiError(
         400,
         f"This model's maximum context length is {facts.max_model_len} tokens. However, the prompt has {wanted}: "

@@ -1,4 +1,4 @@
-"""What clients can make the log say: requests that are wrong are not logged, and failures only a few at a time."""
+"""Rate limits for the log: invalid requests are not logged, and failures only a few at a time."""
 
 import logging
 import math
@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
-MOST_NAME = 64  # characters of one that are kept
-MOST_NAMES = 100  # of unknown fields; requests could bring any number
-MOST = 5  # entries within PERIOD; one is a traceback of some forty lines
+MOST_NAME = 64  # characters of a field name that are kept
+MOST_NAMES = 100  # unknown field names to remember; clients could send any number
+MOST = 5  # entries within PERIOD; one may be a traceback of about forty lines
 PERIOD = 10.0  # seconds
 
 
@@ -18,28 +18,28 @@ def _print(text: str) -> None:
 
 
 class Sparing(logging.Filter):
-    """Lets a few entries through in each period, and then tells how many it has left out. For all threads."""
+    """Passes MOST entries in each period, and then logs how many were dropped. Thread-safe."""
 
     def __init__(self, say: Callable[[str], None] = _print) -> None:
         super().__init__()
         self._say = say
         self._lock = threading.Lock()
-        self._began = -math.inf  # of this period
+        self._began = -math.inf  # start of the current period
         self._entries = 0
-        self._timer: threading.Timer | None = None  # runs while entries are left out
+        self._timer: threading.Timer | None = None  # runs while entries are being dropped
 
     def write(self, text: str) -> None:
         if self._is_let_through():
             self._say(text)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """For entries of libraries, which write themselves."""
+        """For log records of libraries, which write them themselves."""
         return self._is_let_through()
 
     def _is_let_through(self) -> bool:
         with self._lock:
             now = time.monotonic()
-            if self._timer is None and now >= self._began + PERIOD:  # nothing was left out in the last one
+            if self._timer is None and now >= self._began + PERIOD:  # the last period dropped nothing
                 self._began, self._entries = now, 0
             self._entries += 1
             if self._entries > MOST and self._timer is None:
@@ -49,7 +49,7 @@ class Sparing(logging.Filter):
             return self._entries <= MOST
 
     def _tell(self) -> None:
-        """The period is over."""
+        """Logs the number of dropped entries at the end of the period."""
         with self._lock:
             left_out = self._entries - MOST
             self._began, self._entries, self._timer = -math.inf, 0, None
@@ -57,7 +57,7 @@ class Sparing(logging.Filter):
 
 
 class Unknown:
-    """Tells of each unknown field of requests once, and of no more than MOST_NAMES."""
+    """Logs each unknown request field once, and at most MOST_NAMES fields."""
 
     def __init__(self, say: Callable[[str], None] = _print) -> None:
         self._say = say

@@ -1,7 +1,7 @@
-"""What passes between the API process and the engine process: msgspec structs as MessagePack, one a ZeroMQ frame.
+"""Messages between the API process and the engine process: msgspec structs as MessagePack, one per ZeroMQ frame.
 
-A *key* names one stream (one completion of one prompt) for as long as an engine process lives; the API process gives
-them out. Times are seconds on the machine's monotonic clock, which both processes share.
+A *key* identifies one stream (one completion of one prompt) for the lifetime of an engine process. The API process
+assigns the keys. Times are seconds on the machine's monotonic clock, which both processes share.
 """
 
 import math
@@ -19,18 +19,18 @@ from weft.observe.metrics import EngineStep
 
 
 class Orders(msgspec.Struct):
-    """What an engine process is to run: JSON, the first line of its standard input."""
+    """Start parameters of an engine process: JSON, on the first line of its standard input."""
 
-    address: str  # of the API process's socket
+    address: str  # ZeroMQ address of the API process's socket
     path: str  # of the model directory
-    eos_ids: tuple[int, ...]  # that end a text beside those that the model's config names
+    eos_ids: tuple[int, ...]  # end-of-text tokens in addition to the ones in the model's config
     options: dict[str, Any]  # EngineOptions
     record_steps: str | None = None  # file for StepRecords
-    pulse: str = ""  # file that shows that the process is alive
+    pulse: str = ""  # heartbeat file, see pulse.py
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, eq=False):
-    """One prompt; its `params.n` streams get the keys key, key + 1, ..."""
+    """One prompt. Its `params.n` streams have the keys key, key + 1, ..."""
 
     key: int
     prompt: bytes  # token ids, int32
@@ -41,13 +41,13 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, eq=False):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
-    """These streams are not wanted any more. Ones that have ended are no error."""
+    """Ends these streams. Keys of streams that have already ended are ignored."""
 
     keys: list[int]
 
 
 class ResetCache(msgspec.Struct, tag="reset", array_like=True):
-    """Forget all cached prefixes, of whatever salt."""
+    """Drops all cached prefixes, of every salt."""
 
 
 ToEngine = Submit | Abort | ResetCache
@@ -57,7 +57,7 @@ ToEngine = Submit | Abort | ResetCache
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the API process must know of an engine to check requests and to answer questions about it."""
+    """Properties of an engine that the API process needs to check requests and to answer /server_info."""
 
     max_model_len: int
     vocab_size: int
@@ -67,16 +67,16 @@ class Facts(msgspec.Struct, frozen=True):
     policy: str
     enable_prefix_caching: bool
     device: str
-    gap_target: float | None  # seconds; None: there is none
-    gap_source: Source  # DEFAULT: it is aimed at and not promised
-    min_gap_target: float  # a request's own gap target is raised to it
+    gap_target: float | None  # seconds; None: no target
+    gap_source: Source  # DEFAULT: the scheduler aims at it, but it is not promised
+    min_gap_target: float  # seconds; a smaller gap target of a request is raised to this
     ttft_target: float | None
     ttft_target_per_1k: float
     ttft_source: Source
-    calibration_quality: str  # in words; "" where nothing was measured
-    # Of the calibration that the engine started with, as `weft simulate --profile` reads it; None: it has none.
+    calibration_quality: str  # in words; "" if nothing was measured
+    # The calibration that the engine started with, in the format of `weft simulate --profile`; None: not calibrated.
     profile: dict[str, Any] | None = None
-    hidden_size: int = 0  # numbers of an embedding
+    hidden_size: int = 0  # dimensions of an embedding
 
     @property
     def has_targets(self) -> bool:
@@ -101,16 +101,16 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):
-    """The engine cannot start, and would not the next time either: a wrong option, an unusable model."""
+    """The engine cannot start, and a retry would fail too: a wrong option, an unusable model."""
 
     message: str
 
 
 class Rejected(msgspec.Struct, tag="rejected", array_like=True):
-    """A prompt that was not taken: all streams of the Submit with this key are over."""
+    """The engine rejected a prompt. All streams of the Submit with this key have ended."""
 
     key: int
-    kind: str  # "request" (it can never run), "queue_full"
+    kind: str  # "request" (it can never run), "queue_full", "error" (an internal error)
     message: str
 
 
@@ -118,18 +118,18 @@ class Begin(NamedTuple):
     """A stream got its first token."""
 
     key: int
-    started: float  # start of the first step that carried it
+    started: float  # start of the first step that contained it
     first_token: float
     cached_tokens: int
     predicted_ttft: float | None
-    is_promised: bool = True  # False: not even an idle machine could have kept the server's target
+    is_promised: bool = True  # False: no TTFT target, or one that even an idle machine cannot meet for this prompt
 
 
 class End(NamedTuple):
-    """A stream's last news."""
+    """A stream has ended."""
 
     key: int
-    token: int | None  # its last token; None: it ended without one
+    token: int | None  # the last token; None: the end came without a token
     reason: str  # "stop", "length", "refused", "error"
     finished: float | None
     preemptions: int
@@ -138,21 +138,21 @@ class End(NamedTuple):
 
 class PromptLogprobs(NamedTuple):
     key: int
-    first: int  # position of the first token described
+    first: int  # position in the prompt of the first entry
     found: list[TokenLogprobs]
 
 
 class News(msgspec.Struct, tag="news", array_like=True):
-    """All that one turn of the loop brought."""
+    """The results of one turn of the engine loop."""
 
-    keys: list[int]  # streams that got a token and go on
-    tokens: list[int]  # theirs, in the same order
+    keys: list[int]  # streams that got a token and continue
+    tokens: list[int]  # one token per key, in the same order
     begins: list[Begin]
     ends: list[End]
-    logprobs: dict[int, TokenLogprobs]  # by key, where asked for, also of last tokens
+    logprobs: dict[int, TokenLogprobs]  # by key, if asked for; includes last tokens
     prompt_logprobs: list[PromptLogprobs]
     step: EngineStep | None
-    embeddings: dict[int, bytes] = {}  # float32, by key, of requests that end with them
+    embeddings: dict[int, bytes] = {}  # float32, by key; for pooling requests, with their end
 
 
 FromEngine = Ready | Fatal | Rejected | News

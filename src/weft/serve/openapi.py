@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, made from the structs that bodies are read into."""
+"""The OpenAPI description of the server, generated from the body structs."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ _PAGE = [
 
 
 def description(with_keys: bool, root_path: str = "") -> Json:
-    """`root_path` is where a proxy shows the server."""
+    """The OpenAPI document. `root_path` is the path prefix under which a proxy serves the API."""
     asked = (
         CompletionBody,
         ChatBody,
@@ -166,7 +166,7 @@ def _operation(
     content: str = "application/json",
     error: str = "Error",
 ) -> Json:
-    """`error` names the form of its errors."""
+    """One operation of a path. `error` names the schema of its error responses."""
     good: Json = {content: {"schema": {}}}
     if stream:
         good["text/event-stream"] = {"schema": {"type": "string"}}

@@ -1,4 +1,4 @@
-"""Origins: which web pages may ask from a browser, and what browsers are told about that (CORS)."""
+"""CORS: which web pages may send requests from a browser, and the headers that tell the browser."""
 
 import re
 from collections.abc import Iterable
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from weft.serve.errors import ApiError
 
 Header = tuple[bytes, bytes]
-# Pages that this machine serves, on any port. Browsers write origins in lower case. "null" (a file, a sandboxed frame)
-# is never among them: any page of any site can make a frame of that origin.
+# Origins of pages on this machine, on any port. Browsers write origins in lower case. The origin "null" (a file, a
+# sandboxed frame) is never allowed: a page of any site can create a frame with that origin.
 _LOCAL = re.compile(rb"http://(?:localhost|127\.0\.0\.1)(?::[0-9]{1,5})?")
-SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))  # change and compute nothing
-EXPOSED = b", ".join(  # headers of ours that a page may read
+SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))  # they change nothing and compute nothing
+EXPOSED = b", ".join(  # weft's response headers that a page may read
     (
         *(b"x-request-id", b"request-id", b"retry-after", b"x-weft-ignored-fields"),
         *(b"x-slo-ttft-ms", b"x-slo-gap-ms", b"x-slo-promise"),
@@ -24,14 +24,14 @@ PREFLIGHT: list[Header] = [
 
 
 class Origins:
-    """The pages that may ask, beside those of the server's own host."""
+    """The allowed origins, in addition to the server's host (see `check_origin`)."""
 
     def __init__(self, named: Iterable[str] | None) -> None:
-        """`named`: origins, "*" for all; None: pages of this machine."""
+        """`named`: allowed origins, "*" for all; None: pages of this machine."""
         self._named = None if named is None else frozenset(origin.encode() for origin in named)
 
     def open_to(self, origin: bytes | None) -> bytes | None:
-        """What a browser is told in access-control-allow-origin; None: nothing, and the page learns nothing."""
+        """The value of access-control-allow-origin. None: no such header, so the page cannot read the answer."""
         if origin is None:
             return None
         if self._named is None:
@@ -39,7 +39,7 @@ class Origins:
         return b"*" if b"*" in self._named else origin if origin in self._named else None
 
     def headers(self, open_to: bytes | None) -> list[Header]:
-        """What every answer says. With `vary`, caches do not give one page's answer to another."""
+        """CORS headers of every response. `vary` keeps caches from serving one page's answer to another page."""
         found: list[Header] = []
         if self._named is None or self._named:
             found.append((b"vary", b"Origin"))
@@ -49,9 +49,10 @@ class Origins:
 
 
 def check_origin(headers: dict[bytes, bytes]) -> None:
-    """A page of any origin may send a POST of plain text: browsers ask for leave only before they send JSON or a key.
+    """Raises 403 if a web page of another origin sends the request.
 
-    They always name the origin with a POST. Other clients name none.
+    Needed because a page of any origin may POST plain text: browsers send a preflight only before JSON or a key. They
+    always set the Origin header on a POST. Other clients set none.
     """
     origin = headers.get(b"origin")
     if origin is None:

@@ -1,10 +1,10 @@
-"""Reading JSON bodies without holding the interpreter for long.
+"""Decodes JSON bodies without holding the GIL for long.
 
-A decoder that works in one call keeps every other thread out until it is done: a fifth of a second for a prompt of a
-million token ids, and all streams would wait. So a large body is taken apart into its fields first, which is fast as
-nothing is built, and fields that nobody knows are left at that. Lists of token ids are decoded in pieces; between two
-pieces others get their turn. Everything else is text for the most part and is decoded at once, as long as it consists
-of few values: also templates, validators and encoders deal with all of them in one call.
+The decoder holds the GIL for the whole call: 0.2 s for a prompt of a million token ids, while all streams wait. So a
+large body is first split into its fields, without decoding them. This is fast because no objects are built. Unknown
+fields stay undecoded. Lists of token ids are decoded in pieces, and other threads can run between two pieces. All
+other fields are mostly text and are decoded in one call. Their number of values is limited, because templates,
+validators and encoders process all values in one call too.
 """
 
 import re
@@ -18,26 +18,26 @@ from weft.files import MOST_DEPTH, is_too_deep
 from weft.serve.errors import ApiError
 
 T = TypeVar("T")
-LARGE = 1 << 17  # bytes of a body that are decoded in one call: a few milliseconds at most
-QUICK = 1 << 15  # bytes that are decoded in less time than another thread needs to begin
-PIECE = 1 << 14  # bytes of a list that are decoded in one call
-MOST_VALUES = 100_000  # in a large body, beside token ids: a chat of 30,000 messages has so many
-MOST_LISTS = 2048  # of token ids in one field
+LARGE = 1 << 17  # bytes; a body up to this size is decoded in one call: a few milliseconds at most
+QUICK = 1 << 15  # bytes; decoding up to this size takes less time than handing it to a thread
+PIECE = 1 << 14  # bytes of a list of token ids that are decoded in one call
+MOST_VALUES = 100_000  # in a large body, without token ids: a chat of 30,000 messages has so many
+MOST_LISTS = 2048  # lists of token ids in one field
 _SPACE = b" \t\r\n"
-_OF_NUMBERS = b"[0123456789-," + _SPACE + b"]"  # all that a list of whole numbers consists of
+_OF_NUMBERS = b"[0123456789-," + _SPACE + b"]"  # all characters of a list of integers
 
 
 def parse(data: bytes, kind: type[T]) -> T:
-    """A body of the given kind, a Struct; a number may also be written as text, as some clients do."""
+    """A body of the given Struct type. Numbers may be written as strings, as some clients do."""
     return parse_all(data, kind)[0]
 
 
 def parse_all(data: bytes, kind: type[T], names: frozenset[str] = frozenset()) -> tuple[T, dict[str, bytes]]:
-    """A body, and what it has beside the fields of its kind: JSON by name.
+    """A body, and the fields that `kind` does not define, as JSON by name.
 
-    Of a large body these are the fields in `names`, and the first of all others.
+    For a large body, the latter are only the fields in `names`, and the first one that is not.
     """
-    struct: Any = kind  # mypy knows neither that it has fields nor that it is hashable
+    struct: Any = kind  # mypy does not know that it has fields and is hashable
     may_be_deep = data.count(b"[") + data.count(b"{") > MOST_DEPTH
     if len(data) <= LARGE:
         whole, others = _at_once(data, kind)
@@ -57,7 +57,7 @@ def parse_all(data: bytes, kind: type[T], names: frozenset[str] = frozenset()) -
 
 
 def _at_once(data: bytes, kind: Any) -> tuple[Any, dict[str, bytes]]:
-    """Most bodies have no unknown field, and are decoded once."""
+    """Decodes a small body, and its unknown fields. Most bodies have none and are decoded only once."""
     try:
         return msgspec.json.decode(data, type=_strict(kind), strict=False), {}
     except msgspec.ValidationError as error:
@@ -69,7 +69,7 @@ def _at_once(data: bytes, kind: Any) -> tuple[Any, dict[str, bytes]]:
 
 
 def _apart(data: bytes, kind: Any, names: frozenset[str]) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """The fields of a large body, and others; none is decoded."""
+    """The fields of a large body that `kind` defines, and the others. None of them is decoded."""
     own = kind.__struct_fields__
     unread = _unread(kind.__name__, (*own, *(names - {*own})))
     others = {}
@@ -90,12 +90,12 @@ _UNKNOWN = "Object contains unknown field `"
 
 @cache
 def _strict(kind: Any) -> Any:
-    """The same struct, of which a body may have no other fields."""
+    """The same struct, but unknown fields are an error."""
     return msgspec.defstruct(kind.__name__, [], bases=(kind,), forbid_unknown_fields=True, kw_only=True)
 
 
 def _check_depth(fields: dict[str, Any]) -> None:
-    """What is read can then be written, copied and shown without a thought of how deep Python may go."""
+    """Raises if a field is nested too deep. Encoding, copying and rendering then never hit Python's recursion limit."""
     for name, value in fields.items():
         if is_too_deep(value):
             raise ApiError(400, f"{name} is nested more than {MOST_DEPTH} levels deep: make it flatter", param=name)
@@ -103,14 +103,14 @@ def _check_depth(fields: dict[str, Any]) -> None:
 
 @cache
 def _unread(kind: str, names: tuple[str, ...]) -> Any:
-    """These fields, found and not decoded. All others are passed over without a trace."""
+    """A struct that finds these fields without decoding them, and skips all others."""
     return msgspec.defstruct(f"Unread{kind}", [(name, msgspec.Raw, None) for name in names])
 
 
 def hold_too_many(texts: Iterable[bytes]) -> bool:
-    """Whether JSON texts hold more than MOST_VALUES values together. Ones that are no JSON do no harm."""
+    """Whether JSON texts together have more than MOST_VALUES values. Invalid JSON is harmless."""
     texts = list(texts)
-    if sum(_values(text, 0, len(text)) for text in texts) <= MOST_VALUES:  # with the commas of what people write
+    if sum(_values(text, 0, len(text)) for text in texts) <= MOST_VALUES:  # upper bound: counts commas in strings
         return False
     total = 0
     for text in texts:
@@ -122,7 +122,7 @@ def hold_too_many(texts: Iterable[bytes]) -> bool:
 
 
 def _values(text: bytes, start: int, end: int) -> int:
-    """About how many begin here: each is the first one of a list or an object, or comes behind a comma."""
+    """Approximate number of values: each is the first of a list or an object, or follows a comma."""
     return sum(text.count(mark, start, end) for mark in (b",", b"[", b"{"))
 
 
@@ -135,21 +135,21 @@ def _outside_strings(text: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _string_end(text: bytes, at: int) -> int:
-    """Behind the quote that ends a string whose inside begins here."""
+    """The index after the closing quote of a string. `at` is the index after the opening quote."""
     end = text.find(b'"', at)
-    if end >= 0 and text[end - 1 : end] != b"\\":  # most are as simple as that
+    if end >= 0 and text[end - 1 : end] != b"\\":  # no escaped quote: the common case
         return end + 1
     while (inside := _INSIDE.match(text, at, at + PIECE)) is not None and inside.end() > at:
         at = inside.end()
     return min(at + 1, len(text))
 
 
-_INSIDE = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # of a string, with its escapes
+_INSIDE = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # the inside of a string, with escapes
 
 
 def _token_ids(raw: bytes) -> list[Any] | None:
-    """A list of whole numbers, or of such lists; None where valid JSON is something else."""
-    if raw[:PIECE].translate(None, _OF_NUMBERS) or raw.translate(None, _OF_NUMBERS):  # most differ early
+    """A list of integers, or a list of such lists. None if the (valid) JSON is something else."""
+    if raw[:PIECE].translate(None, _OF_NUMBERS) or raw.translate(None, _OF_NUMBERS):  # most fail early
         return None
     lists = raw.count(b"[")
     if lists == 1:
@@ -167,7 +167,7 @@ def _numbers(raw: bytes) -> list[int]:
 
 
 def _cut(numbers: bytes) -> Iterator[bytes]:
-    """Pieces of a list without its brackets, cut at commas."""
+    """Splits a list without its brackets into pieces, at commas."""
     start = 0
     while start < len(numbers):
         end = numbers.find(b",", start + PIECE)

@@ -1,7 +1,8 @@
-"""Pulse: the engine process shows that it is alive, and that its loop turns, in a file that both processes map.
+"""Heartbeat: the engine process shows in a shared mapped file that it is alive and that its loop makes progress.
 
-A thread of the engine process counts beats: they end where the process is stopped or cannot run. Its loop counts turns:
-they end where a step never ends. Counts are compared, not times: the engine is not blamed for a machine that slept.
+A thread of the engine process counts beats. The count stops if the process is stopped or cannot run. The loop counts
+its turns. The count stops if a step never ends. The API process compares counts, not times, so that a machine that was
+suspended does not look like a failed engine.
 """
 
 import mmap
@@ -10,27 +11,27 @@ import threading
 from pathlib import Path
 
 BEAT = 0.5  # seconds between two beats
-LOOK = 1.0  # seconds between two looks
-SILENT = 5  # looks without a beat, after which the engine counts as down
-WEDGED = 20  # looks without a beat, after which it is replaced
-STUCK = 300  # looks within one turn of the loop, after which it is replaced: longer than the longest step
+LOOK = 1.0  # seconds between two checks by the API process
+SILENT = 5  # checks without a beat, after which the engine counts as down and requests are refused
+WEDGED = 20  # checks without a beat, after which the engine is replaced
+STUCK = 300  # checks within one turn of the loop, after which the engine is replaced: longer than the longest step
 
-FORM = struct.Struct("=QQQ")  # beats, turns, and whether the loop has something to do
+FORM = struct.Struct("=QQQ")  # beats, turns, and whether the loop has work
 
 
 class Pulse:
-    """The engine's side."""
+    """The engine process's side: writes the counts."""
 
     def __init__(self, path: Path) -> None:
         self._map = _mapped(path)
         self._turns = 0
 
     def start(self) -> None:
-        """Beats from now on, until the process ends."""
+        """Starts the thread that beats until the process ends."""
         threading.Thread(target=self._beat, name="weft-pulse", daemon=True).start()
 
     def turn(self, busy: bool) -> None:
-        """The loop came around. It is `busy` until it comes around again, or waits for something to do."""
+        """Counts one turn of the loop. `busy`: the loop has work, so the next turn must follow in time."""
         self._turns += 1
         struct.pack_into("=QQ", self._map, 8, self._turns, busy)
 
@@ -42,13 +43,13 @@ class Pulse:
 
 
 class Watch:
-    """The API's side. `look` is to be called every LOOK seconds."""
+    """The API process's side: reads the counts. `look` must be called every LOOK seconds."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(FORM.size))
         self._map = _mapped(path)
         self._seen = (0, 0)
-        self._silent = self._same = 0  # looks since a beat, and since a turn
+        self._silent = self._same = 0  # checks since the last beat, and since the last turn
 
     def look(self) -> None:
         beats, turns, busy = FORM.unpack_from(self._map)
@@ -62,7 +63,7 @@ class Watch:
 
     @property
     def verdict(self) -> str | None:
-        """Why the engine must be replaced; None: it need not be."""
+        """Why the engine must be replaced, or None."""
         if self._silent >= WEDGED:
             return f"the engine process did not respond for {WEDGED * LOOK:.0f} s"
         if self._same >= STUCK:

@@ -1,6 +1,6 @@
-"""ResponseStore: responses that have ended, kept in memory for a while, for the API key that asked for them.
+"""ResponseStore: finished responses in memory, for a limited time. Only the API key that created one can read it.
 
-Everything is kept as JSON text. Its bytes can be counted, and the garbage collector has nothing to look at.
+Everything is stored as JSON text, so that its bytes can be counted and the garbage collector has nothing to scan.
 """
 
 from collections import OrderedDict
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 
 MOST_RESPONSES = 4096
 MOST_BYTES = 128 << 20
-MOST_EACH = 16 << 20  # bytes of one response
+MOST_EACH = 16 << 20  # bytes; the largest response that is stored
 TIME_TO_LIVE = 24 * 3600.0  # seconds
-OVERHEAD = 1024  # bytes that a response takes beside its texts
+OVERHEAD = 1024  # bytes that a response takes in addition to its texts
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response and the conversation that it ends."""
+    """A response and the conversation before it."""
 
     id: str
-    body: bytes  # what a client retrieves
-    input: bytes  # a list of items: all that came before the output, previous responses included
-    output: bytes  # a list of items, without log probabilities: what a following response continues
+    body: bytes  # JSON that a client retrieves
+    input: bytes  # JSON list of items: everything before the output, including previous responses
+    output: bytes  # JSON list of items without log probabilities, for a following response to continue
     is_background: bool = False
-    events: tuple[bytes, ...] = ()  # of its stream, in order; empty: it cannot be streamed again
-    first_event: int = 0  # sequence number of the first of them
+    events: tuple[bytes, ...] = ()  # of its stream, in order; empty: cannot be streamed again
+    first_event: int = 0  # sequence number of the first event
 
     @property
     def size(self) -> int:
@@ -32,10 +32,10 @@ class Stored:
 
 
 class ResponseStore:
-    """Bounded in number, bytes and time.
+    """Responses by API key. Limited in number, bytes and age.
 
-    Where there is no room, the key with the largest share loses its oldest response. So a key that stores much
-    displaces its own responses, and not those of others.
+    If the store is full, the key with the largest share loses its oldest response. So a key that stores much evicts
+    responses of itself, and not of other keys.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class ResponseStore:
         self.most, self.most_bytes, self.most_each = most, most_bytes, min(most_each, most_bytes)
         self.time_to_live = time_to_live
         self._clock = clock
-        self._shelves: dict[str, _Shelf] = {}  # by key; none is empty
+        self._shelves: dict[str, _Shelf] = {}  # by API key; a shelf is never empty
         self.bytes = 0
         self.count = 0
 
     def put(self, tenant: str, response: Stored) -> bool:
-        """Stores a response; returns False where it is too large for that."""
+        """Stores a response. Returns False if it is too large."""
         self.expire()
         if response.size > self.most_each or self.most < 1:
             return False
@@ -69,14 +69,14 @@ class ResponseStore:
         return True
 
     def get(self, tenant: str, id: str) -> Stored | None:
-        """The response of this id, where this key has stored it and it is still there."""
+        """The response with this id, or None if this key has not stored it or it was dropped."""
         self.expire()
         shelf = self._shelves.get(tenant)
         found = None if shelf is None else shelf.responses.get(id)
         return None if found is None else found[1]
 
     def remove(self, tenant: str, id: str) -> bool:
-        """Forgets a response; returns whether there was one."""
+        """Drops a response. Returns whether it existed."""
         shelf = self._shelves.get(tenant)
         if shelf is None or id not in shelf.responses:
             return False
@@ -87,14 +87,14 @@ class ResponseStore:
         return True
 
     def expire(self) -> None:
-        """Forgets what has been here for too long. Every call does; an idle server must call it from time to time."""
+        """Drops responses older than time_to_live. `put` and `get` do so too; an idle server must call it regularly."""
         now = self._clock()
         for tenant in list(self._shelves):
             while tenant in self._shelves and self._shelves[tenant].oldest[0] <= now:
                 self._drop_oldest(tenant)
 
     def _make_room(self, newest: Stored, share: Callable[["_Shelf"], int]) -> None:
-        """Drops the oldest response of the key with the largest share; never the newest one of all."""
+        """Drops the oldest response of the key with the largest share, but never `newest`."""
         names = [name for name, shelf in self._shelves.items() if shelf.oldest[1] is not newest]
         self._drop_oldest(max(names, key=lambda name: share(self._shelves[name])))
 
@@ -108,7 +108,7 @@ class ResponseStore:
 
 
 class _Shelf:
-    """The responses of one key, the oldest first, each with the time at which it is forgotten."""
+    """The responses of one key, oldest first, each with its expiry time."""
 
     def __init__(self) -> None:
         self.responses: OrderedDict[str, tuple[float, Stored]] = OrderedDict()

@@ -1,6 +1,6 @@
-"""/v1/responses: OpenAI's newer interface, for text. A chat in other words.
+"""/v1/responses: OpenAI's newer API, for text: its body, the translation to a chat, and the answer format.
 
-What is stored between requests is the business of stored_responses.py: here a conversation is complete.
+Here a conversation is complete. stored_responses.py handles what is stored between requests.
 """
 
 import time
@@ -29,7 +29,7 @@ class ResponsesBody(Struct, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[str] | None = None
-    text: Json | None = None  # its format: what the answer must look like
+    text: Json | None = None  # `format` has the required structure of the answer
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
@@ -51,7 +51,7 @@ class ResponsesBody(Struct, kw_only=True):
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:
-    """The same wish as a chat."""
+    """The same request as a chat."""
     messages: list[Json] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
@@ -85,7 +85,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
 
 
 def _add(messages: list[Json], item: Json) -> None:
-    """One item of a conversation, as a message or as a part of the last one."""
+    """Adds one item of a conversation: as a new message, or to the last message."""
     match item.get("type", "message"):
         case "message":
             content = item.get("content")
@@ -104,7 +104,7 @@ def _add(messages: list[Json], item: Json) -> None:
             output = [_part(part) for part in output] if isinstance(output, list) else output
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         case "reasoning":
-            pass  # the model's own thoughts are not shown to it again
+            pass  # earlier reasoning is not put into the prompt
         case kind:
             raise RequestError(f"input has an item of type {kind!r:.40}: only text and function calls are supported")
 
@@ -142,32 +142,32 @@ def _effort(reasoning: Json | None) -> str | None:
 
 
 class ResponsesFormat:
-    """One answer as a list of items (thoughts, a message, calls), or as the events of its becoming."""
+    """Formats one answer as a list of items (reasoning, message, function calls), or as stream events."""
 
-    done = b""  # the last event says that it is one
+    done = b""  # the last event ends the stream
     token_ids = False
 
     def __init__(
         self, id: str, model: str, tokenizer: Tokenizer | None, body: ResponsesBody, names_ids: bool = False
     ) -> None:
-        self.names_ids = names_ids  # tokens in log probabilities are named by their ids
+        self.names_ids = names_ids  # log probabilities name tokens by id
         self.id = id
         self.model = model
         self.tokenizer = tokenizer
         self.body = body
         self.created = int(time.time())
         self._number = 0
-        self._items: list[Json] = []  # begun so far; the last one is open
-        self._open: str | None = None  # its kind
+        self._items: list[Json] = []  # started so far; the last one may be open
+        self._open: str | None = None  # type of the open item; None: no item is open
         self._text = ""
         self._logprobs: list[Json] = []
         self.is_stored = False
-        self.is_background = False  # goes on without its client, which then asks what has become of it
-        self.final: bytes | None = None  # the response as JSON, once a stream of it has ended
+        self.is_background = False  # continues without its client, which retrieves it later
+        self.final: bytes | None = None  # the response as JSON, once its stream has ended
         self.output = b"[]"  # the items as JSON, without log probabilities, once the response has ended
 
     def queued(self) -> bytes:
-        """What a stream in the background begins with, before there is a token."""
+        """The first events of a background stream, before the first token."""
         response = self._response("queued", [], {})
         return self._event("response.created", response=response) + self._event("response.queued", response=response)
 
@@ -177,11 +177,11 @@ class ResponsesFormat:
         return created + self._event("response.in_progress", response=response)
 
     def snapshot(self, status: str) -> Json:
-        """The response before it has ended."""
+        """The response before its end, without output items."""
         return self._response(status, [], {})
 
     def piece(self, choice: Choice, piece: Piece, extras: Json) -> bytes:
-        # What goes on with the call that is open comes before what follows it.
+        # Deltas of the open function call come before all else.
         data = b"".join(self._call(call) for call in takewhile(goes_on, piece.calls))
         if piece.reasoning:
             data += self._begin("reasoning")
@@ -204,11 +204,11 @@ class ResponsesFormat:
         return self._end(status, f"response.{status}", extras)
 
     def cancelled(self) -> bytes:
-        """The last event of a response that was cancelled. OpenAI has no event of that name: the status tells it."""
+        """The last event of a cancelled response. OpenAI has no event for it: the status of response.failed says so."""
         return self._end("cancelled", "response.failed", {})
 
     def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
-        """The same items, made at once."""
+        """The whole response, with the same items as a stream."""
         choice = choices[0]
         if choice.reasoning:
             self._items.append(self._item("reasoning", choice.reasoning))
@@ -236,7 +236,7 @@ class ResponsesFormat:
     _reason = "stop"
 
     def _end(self, status: str, kind: str, extras: Json, **more: Any) -> bytes:
-        """The last event, with all items that are whole."""
+        """The last event, with all complete items."""
         items = self._items if self._open is None else self._items[:-1]
         self.final = to_json({**self._response(status, items, extras), **more})
         self.output = _continued(items)
@@ -252,7 +252,7 @@ class ResponsesFormat:
         return data
 
     def _begin(self, kind: str, **more: Any) -> bytes:
-        """Opens an item, unless the one that is open is of this kind already."""
+        """Opens an item, unless the open item is of this kind. A function call is always a new item."""
         if self._open == kind and kind != "function_call":
             return b""
         data = self._end_item()
@@ -350,11 +350,11 @@ def _usage(usage: Json) -> Json:
     }
 
 
-_REFUSALS = ("deadline", "queue_full")  # of the engine: it had no room, and nothing was begun
+_REFUSALS = ("deadline", "queue_full")  # error codes of the engine: it had no room, and nothing had started
 
 
 def _continued(items: list[Json]) -> bytes:
-    """Items as a following response needs them: without log probabilities, which may be a hundred times the text."""
+    """Items for a following response: without log probabilities, which may be a hundred times larger than the text."""
     bare = [
         {**item, "content": [_bare(part) for part in item["content"]]} if "content" in item else item for item in items
     ]

@@ -1,4 +1,4 @@
-"""Runs a server: puts it together, listens, and ends it in an orderly way."""
+"""Builds a server, runs it, and shuts it down in order."""
 
 import asyncio
 import hashlib
@@ -38,16 +38,16 @@ from weft.serve.trial import Finding, Trial
 from weft.text.reasoning import REASONING_PARSERS, detect_reasoning
 from weft.text.tools import TOOL_PARSERS, detect_tool_format
 
-DEFAULT_NAME = "weft-default"  # of the model that ships with weft
+DEFAULT_NAME = "weft-default"  # name of the model that ships with weft
 SWITCH = (
-    0.0005  # seconds a thread may keep the interpreter while the event loop waits for it; Python's own is ten times
+    0.0005  # seconds that a thread may hold the GIL while the event loop waits for it; the default of Python is 0.005
 )
-KEEP_ALIVE = 75  # seconds that an idle connection is kept: longer than most proxies do
-MOST_FILES = 65536
-LAST_WORDS = 0.2  # seconds for error frames to get out
-BACKLOG = 4096  # connections that may wait to be accepted
+KEEP_ALIVE = 75  # seconds that an idle connection stays open: longer than most proxies keep theirs
+MOST_FILES = 65536  # open file descriptors to ask the system for
+LAST_WORDS = 0.2  # seconds to send the final error frames
+BACKLOG = 4096  # connections that may wait for accept()
 
-STARVED_STEPS = 64  # after which the operator is told that the promised gap leaves prompts hardly any time
+STARVED_STEPS = 64  # after so many the operator is warned once that the gap target leaves prefills hardly any time
 STARVED = (
     "the promised gap leaves prompts less than a quarter of the pace that --policy chunked would give them; "
     "raise --gap-target-ms, or leave it out (weft_starved_steps_total counts on)"
@@ -55,7 +55,7 @@ STARVED = (
 
 
 def serve(options: ServeOptions, engine_options: EngineOptions) -> int:
-    """Until a signal comes; returns the exit code."""
+    """Runs the server until a signal comes. Returns the exit code."""
     listener = _listen(options.host, options.port)
     try:
         server = _build(options, engine_options)
@@ -65,14 +65,14 @@ def serve(options: ServeOptions, engine_options: EngineOptions) -> int:
         code = _run(server, listener)
     finally:
         listener.close()
-    if server.desk.texts.is_busy:  # with the text of somebody who is not there any more
+    if server.desk.texts.is_busy:  # a thread still works for a client that has left: do not wait for it
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
 def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
-    """Reads what the API process needs of the model; the engine process reads the rest."""
+    """The server, with the model files that the API process needs. The engine process reads the rest."""
     path = resolve_model_path(engine_options.model)
     chats = options.chat_template, options.chat_template_content_format
     with closing(Trial(path, *chats)) as trial:
@@ -133,7 +133,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
 
 
 def _pooling(path: Path) -> str:
-    """How the model pools; "" where that is not supported, which is no reason not to generate."""
+    """How the model pools, or "" if that is not supported. The model can still generate text."""
     try:
         return pooling_of(path)
     except ModelError as error:
@@ -142,7 +142,7 @@ def _pooling(path: Path) -> str:
 
 
 def _fingerprint(path: Path, options: EngineOptions) -> str:
-    """Names the model, the engine's options and the version of weft: with another one, answers may differ."""
+    """A hash of weft's version, the model path and the engine options. Answers may differ when it differs."""
     text = repr((__version__, str(path.resolve()), sorted(asdict(options).items())))
     return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -165,7 +165,7 @@ def _parser(chosen: str | None, known: Iterable[str], option: str, detected: str
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bound before anything is loaded, so that a port in use is known at once."""
+    """A bound socket. Binding comes before loading, so that a port in use is reported at once."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
@@ -177,7 +177,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _allow_many_connections() -> None:
-    """Every stream is an open file, and many systems allow a thousand unless asked for more."""
+    """Raises the limit of open files. Each stream needs one, and the default of many systems is about a thousand."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -199,14 +199,14 @@ def _run(server: Server, listener: socket.socket) -> int:
         access_log=False,
         log_level="warning",
         timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=1,  # ours is over by then
+        timeout_graceful_shutdown=1,  # our own graceful shutdown (`_drain`) is over by then
         server_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
         ssl_certfile=server.options.ssl_certfile,
         ssl_keyfile=server.options.ssl_keyfile,
     )
-    for name in ("uvicorn.error", "asyncio"):  # they tell of failures, one entry each time
+    for name in ("uvicorn.error", "asyncio"):  # they log one entry per failure: limit the rate
         logging.getLogger(name).addFilter(server.log)
     process = _Process(config, server, listener)
     process.run(sockets=[listener])
@@ -214,7 +214,7 @@ def _run(server: Server, listener: socket.socket) -> int:
 
 
 class _Process(uvicorn.Server):
-    """uvicorn, with signals that let running streams finish, and an end where the engine cannot be started."""
+    """uvicorn, but signals let running streams finish, and the server exits if the engine cannot be started."""
 
     def __init__(self, config: uvicorn.Config, server: Server, listener: socket.socket) -> None:
         super().__init__(config)
@@ -225,7 +225,7 @@ class _Process(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last: the terminal is gone
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
             loop.add_signal_handler(number, self._signalled, number)
         watching = asyncio.create_task(self._watch_engine())
         try:
@@ -234,16 +234,16 @@ class _Process(uvicorn.Server):
             watching.cancel()
 
     def _signalled(self, number: int) -> None:
-        if self._ending is not None:  # for the second time
+        if self._ending is not None:  # second signal
             _say("ending at once")
             self.server.client.lose_everybody(SHUT_DOWN)
-            # Threads that are in the middle of something are not waited for; the engine process ends with this one.
+            # Does not wait for busy threads. The engine process ends when this process does.
             asyncio.get_running_loop().call_later(LAST_WORDS, os._exit, 128 + number)
             return
         self._ending = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Probes and refusals are still answered while running streams finish."""
+        """Waits up to shutdown_timeout for running streams, then exits. Probes and refusals are still answered."""
         server, timeout = self.server, self.server.options.shutdown_timeout
         server.drain()
         if server.active:
@@ -256,7 +256,7 @@ class _Process(uvicorn.Server):
         self.should_exit = True
 
     async def _watch_engine(self) -> None:
-        """Says when the engine is up for the first time, and ends the server where it will not be any more."""
+        """Announces the first time that the engine is ready. Ends the server if the engine fails for good."""
         started, client = clock(), self.server.client
         said = False
         while client.fatal is None:
@@ -266,7 +266,7 @@ class _Process(uvicorn.Server):
                 said = True
                 self.server.collector.freeze()
                 seconds = clock() - started
-                while not self.started:  # it listens only then
+                while not self.started:  # uvicorn listens only from then on
                     await asyncio.sleep(0.002)
                 self._announce(seconds)
         _say(client.fatal)
@@ -295,9 +295,9 @@ class _Process(uvicorn.Server):
 
 
 def _targets(facts: Facts) -> list[str]:
-    """What is promised, and what is only aimed at, in a line each."""
+    """Lines for the start-up message: targets that are promised, targets that are not, and the calibration quality."""
     targets = facts.targets
-    said: dict[bool, list[str]] = {True: [], False: []}  # by whether it is promised
+    said: dict[bool, list[str]] = {True: [], False: []}  # key: whether the target is promised
     if targets.gap < math.inf:
         said[targets.gap_source > Source.DEFAULT].append(f"{targets.gap * 1000:,.4g} ms between tokens")
     if targets.ttft < math.inf:

@@ -1,4 +1,4 @@
-"""ServeOptions: what the owner of a server may choose beside the engine's options."""
+"""ServeOptions: the server options that are not engine options."""
 
 import json
 import math
@@ -15,30 +15,30 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    host: str = "127.0.0.1"  # open to this machine alone, unless told
-    port: int = 8000  # 0: any that is free
-    served_model_name: tuple[str, ...] = ()  # names that requests may use; empty: the model as it was given
-    api_key: tuple[str, ...] = ()  # empty: everybody may
-    # Web pages that may ask from a browser; "*": all; None: those of this machine.
+    host: str = "127.0.0.1"  # reachable from this machine only, unless changed
+    port: int = 8000  # 0: any free port
+    served_model_name: tuple[str, ...] = ()  # names that requests may use; empty: the model option as given
+    api_key: tuple[str, ...] = ()  # empty: no key is needed
+    # Origins of web pages that may send requests from a browser; "*": all; None: pages of this machine.
     allowed_origins: tuple[str, ...] | None = None
-    response_store: bool = True  # /v1/responses can be continued and retrieved by id
-    share_prefix_cache: bool = False  # between keys
-    chat_template: str | None = None  # a file or the template itself; None: the model's own
-    chat_template_content_format: str = "auto"  # what it gets as a message's content: "string", "openai" (a list)
-    max_logprobs: int = MAX_LOGPROBS  # alternatives a token that a request may ask for
-    return_tokens_as_token_ids: bool = False  # in logprobs; a request may say otherwise
-    enable_force_include_usage: bool = False  # in a last chunk of every stream
-    root_path: str = ""  # under which a proxy shows the server: "", or "/" and a path without a "/" at its end
+    response_store: bool = True  # responses can be continued and retrieved by id
+    share_prefix_cache: bool = False  # between API keys
+    chat_template: str | None = None  # a file or the template text; None: the model's template
+    chat_template_content_format: str = "auto"  # type of message content for the template: "string", "openai" (a list)
+    max_logprobs: int = MAX_LOGPROBS  # most alternatives per token that a request may ask for
+    return_tokens_as_token_ids: bool = False  # in logprobs; a request may override it
+    enable_force_include_usage: bool = False  # every stream ends with a usage chunk
+    root_path: str = ""  # path prefix under which a proxy serves the API: "", or with a leading and no trailing "/"
     ssl_certfile: str | None = None  # PEM; None: no TLS
     ssl_keyfile: str | None = None  # PEM; None: the key is in ssl_certfile
-    max_body_mb: float = 8.0  # larger requests are refused
-    requests_per_minute: int | None = None  # of one key; None: no limit
-    max_concurrent_requests: int | None = None  # of one key; None: no limit
-    shutdown_timeout: float = 30.0  # seconds that running streams may take to finish
-    tool_call_parser: str | None = None  # None: found out from the chat template
-    reasoning_parser: str | None = None  # None: found out from the chat template
-    otlp_traces_endpoint: str | None = None  # where spans are sent; None: nowhere
-    record_steps: str | None = None  # file that the engine writes StepRecords to, as JSON lines; None: nowhere
+    max_body_mb: float = 8.0  # megabytes; larger bodies are refused
+    requests_per_minute: int | None = None  # per API key; None: no limit
+    max_concurrent_requests: int | None = None  # per API key; None: no limit
+    shutdown_timeout: float = 30.0  # seconds that running streams have to finish
+    tool_call_parser: str | None = None  # None: detected from the chat template
+    reasoning_parser: str | None = None  # None: detected from the chat template
+    otlp_traces_endpoint: str | None = None  # where spans are sent; None: no tracing
+    record_steps: str | None = None  # file for the engine's StepRecords, as JSON lines; None: no recording
 
     def __post_init__(self) -> None:
         if self.allowed_origins is not None:
@@ -62,7 +62,7 @@ class ServeOptions:
             raise OptionError("a served_model_name must not be empty")
 
     def _check_vllm(self) -> None:
-        """Options that vLLM has as well."""
+        """Checks options that vLLM has too."""
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
             raise OptionError(f"max_logprobs={self.max_logprobs} must be 0 to {MAX_LOGPROBS}")
         if self.chat_template_content_format not in CONTENT_FORMATS:
@@ -77,7 +77,7 @@ class ServeOptions:
 
 
 def _check_certificate(certificate: str, key: str | None) -> None:
-    """Before the model is loaded; a key with a password is refused rather than asked for."""
+    """Checks the TLS files before the model is loaded. Refuses a key with a password instead of asking for it."""
     for name, file in (("ssl_certfile", certificate), ("ssl_keyfile", key)):
         if file is not None and not os.path.isfile(file):
             raise OptionError(f"{name}={file!r} is not a file")
@@ -92,7 +92,7 @@ def _check_certificate(certificate: str, key: str | None) -> None:
 
 
 def _root_path(given: str) -> str:
-    """With a "/" before it and none behind it."""
+    """The path prefix without a trailing "/". Raises if it is not a valid path."""
     path = given.strip().rstrip("/")
     if path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
         raise OptionError(
@@ -102,7 +102,7 @@ def _root_path(given: str) -> str:
 
 
 def _origins(given: str) -> list[str]:
-    """One origin, or a list of them in JSON, as vLLM has it."""
+    """The origins of one option value: a single origin, or a JSON list of origins as in vLLM."""
     found = [given]
     if given.lstrip().startswith("["):
         try:

@@ -1,4 +1,4 @@
-"""Which part of a text its tokens are: for those who ask for log probabilities, and for nobody else."""
+"""Maps tokens to positions in the text. Used only for requests with log probabilities."""
 
 import codecs
 from collections.abc import Sequence
@@ -9,64 +9,64 @@ from weft.text.tokenizer import Tokenizer
 
 
 class Ruler:
-    """Says where each token of a growing text begins, in characters.
+    """Computes the character offset at which each token of a growing text starts.
 
-    Tokens that make a character together all begin where it does. One that is not shown begins where the next does.
+    Tokens that form one character together all start where it starts. A hidden token starts where the next one does.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = StreamDetokenizer(tokenizer, skip_special_tokens, context)
-        self.length = 0  # of the text so far, without a character that is not finished
+        self.length = 0  # characters of the text so far, without an incomplete last one
 
     def push(self, token: int) -> tuple[int, str]:
-        """Where a token begins, and the text that has become final with it."""
+        """The offset at which the token starts, and the text that the token made final."""
         before, text = self.length, self._detokenizer.push_one(token)
         self.length += len(text)
         spelling = self._tokenizer.token_bytes(token)
         if 0x80 <= spelling[:1].ljust(1)[0] < 0xC0:
-            return before, text  # goes on with a character
+            return before, text  # starts with a UTF-8 continuation byte: continues a character
         own = self._tokenizer.whole_text(token)
-        if own is None:  # its last character is not finished
+        if own is None:  # its last character is incomplete
             own = codecs.utf_8_decode(spelling, "replace", False)[0]
-        # Before its own text there may be the remains of a character that it does not go on with.
+        # The new text may start with the rest of an earlier character that this token does not continue.
         return max(before, self.length - len(own)), text
 
     def end(self) -> str:
-        """What is left of a character that is not finished."""
+        """The text of an incomplete last character, at the end of the stream."""
         text = self._detokenizer.flush()
         self.length += len(text)
         return text
 
 
 class Unshown:
-    """Log probabilities of tokens whose text has not been shown yet, as stop strings and tags keep it back.
+    """Log probabilities of tokens in withheld text: a possible stop string or tag.
 
-    Of the tokens of tags nothing is ever shown, nor of the one that ends a text.
+    Log probabilities of tags, and of the token that ends the text, are never returned.
     """
 
     def __init__(self, in_order: bool) -> None:
-        """`in_order`: the whole text is shown; else there are parts that are not, or elsewhere."""
+        """`in_order`: the whole text is shown. Otherwise parts are hidden, or shown as reasoning or tool calls."""
         self._in_order = in_order
         self._text = ""
-        self._start = 0  # where it begins in all of the text
-        self._tokens: list[tuple[int, int, TokenLogprobs]] = []  # with where they begin and end
+        self._start = 0  # where `_text` starts in the whole text
+        self._tokens: list[tuple[int, int, TokenLogprobs]] = []  # start, end, log probabilities
 
     def add(self, start: int, text: str, found: TokenLogprobs) -> None:
-        """A token that begins at `start`; `text` has become final with it."""
+        """Adds a token that starts at `start`. `text` is the text that it made final."""
         self._text += text
         end = self._start + len(self._text)
         self._tokens.append((start, max(end, start + 1), found))
 
     def add_text(self, text: str) -> None:
-        """Text that comes with no token that is shown."""
+        """Adds text that belongs to no visible token."""
         self._text += text
 
     def take(self, shown: str) -> list[TokenLogprobs]:
-        """Those of the tokens of a text that is shown now; what came before it is forgotten."""
-        # What is not shown, as a tag, comes before what is; what is kept back behind it is the beginning of a tag.
+        """The log probabilities of the tokens in `shown`. Drops all tokens before it."""
+        # Hidden text (a tag) comes before visible text. Text that is still withheld after it is the start of a tag.
         place = 0 if self._in_order else self._text.rfind(shown)
-        if place < 0:  # somebody has changed it
+        if place < 0:  # a parser has changed the text
             place, shown = 0, self._text
         start = self._start + place
         end = start + len(shown)

@@ -1,4 +1,4 @@
-"""StoredResponses: responses that are continued, retrieved, cancelled and deleted by their ids."""
+"""StoredResponses: continues, retrieves, cancels and deletes responses by id."""
 
 import asyncio
 import time
@@ -25,32 +25,32 @@ from weft.serve.parsing import LARGE, MOST_VALUES, hold_too_many
 from weft.serve.response_store import ResponseStore, Stored
 from weft.serve.responses import ResponsesBody, ResponsesFormat
 
-TIDY_EVERY = 60.0  # seconds after which an idle server looks for responses that are too old
-PIECE = 1 << 18  # bytes of a stored response that are sent at once, so that slow clients hold little
-KNOWN_AT_ONCE = (b"x-request-id", b"x-weft-ignored-fields")  # headers of a background response: no promise yet
-MOST_LISTED = 100  # input items in one answer
+TIDY_EVERY = 60.0  # seconds between two removals of expired responses
+PIECE = 1 << 18  # bytes of a stored response per send, so that slow clients buffer little
+KNOWN_AT_ONCE = (b"x-request-id", b"x-weft-ignored-fields")  # headers of a background response; no targets yet
+MOST_LISTED = 100  # most input items in one answer
 
 
 class Talk(NamedTuple):
-    """A body with its whole conversation."""
+    """A body with the whole conversation as its input."""
 
     body: ResponsesBody
-    items: bytes  # its input as JSON, where it is to be stored
-    size: int  # bytes of all of it
+    items: bytes  # the input as JSON, needed if the response is stored
+    size: int  # bytes of the body and of the earlier conversation
 
 
 class StoredResponses:
-    """The store, the background responses that run, and the endpoints for both."""
+    """The store, the running background responses, and the endpoints for both."""
 
     def __init__(self, desk: Desk, log: Sparing, most_body: int, *, is_on: bool) -> None:
         self.desk, self.log, self.is_on = desk, log, is_on
-        self.most_body = most_body  # bytes that a conversation may have, as if it were sent as a whole
+        self.most_body = most_body  # bytes; limit for a conversation, as if it were sent in one body
         self.store = ResponseStore(time.monotonic)
         self.running: dict[str, Running] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # a task that nothing refers to may vanish
+        self._tasks: set[asyncio.Task[None]] = set()  # keeps references: an unreferenced task may be collected
 
     async def tidy(self) -> None:
-        """For as long as the server runs."""
+        """Removes expired responses regularly, as long as the server runs."""
         while True:
             await asyncio.sleep(TIDY_EVERY)
             self.store.expire()
@@ -58,7 +58,7 @@ class StoredResponses:
     # Conversations
 
     async def continued(self, tenant: str, body: ResponsesBody, size: int, *, keeps: bool) -> Talk:
-        """The body with the conversation of its previous response before its input."""
+        """The body, with the conversation of its previous response put before its input."""
         previous = None
         if body.previous_response_id is not None:
             previous = self._previous(tenant, body.previous_response_id)
@@ -90,7 +90,7 @@ class StoredResponses:
             )
 
     async def input_tokens(self, body: ResponsesBody, caller: Caller, facts: Facts) -> int:
-        """Tokens of the prompt. What the answer must look like is no part of it, and is not checked."""
+        """Number of prompt tokens. The answer's structure is no part of the prompt, and is not checked."""
         choice = "none" if body.tool_choice == "none" else None
         plain = msgspec.structs.replace(body, text=None, tool_choice=choice, max_output_tokens=None)
         talk = await self.continued(caller.tenant, plain, caller.size, keeps=False)
@@ -104,7 +104,7 @@ class StoredResponses:
             raise RequestError("background: the response is retrieved from the store, so store must not be false")
 
     def check_room(self, size: int, streams: bool) -> None:
-        """What runs in the background holds no connection, so what it holds of memory has bounds of its own."""
+        """Raises if background responses hold too much memory. They hold no connection, so need separate limits."""
         streamed = sum(running.log is not None for running in self.running.values())
         held, most = sum(len(running.input) for running in self.running.values()), self.store.most_bytes
         if streams and streamed >= MOST_STREAMED:
@@ -116,7 +116,7 @@ class StoredResponses:
         raise ApiError(503, message, code="queue_full", retry_after=1)
 
     def start(self, running: Running, work: Work, admission: ExitStack) -> None:
-        """Lets a background response run."""
+        """Starts a background response as a task."""
         self.running[running.format.id] = running
         task = asyncio.create_task(self._run(running, work, admission))
         self._tasks.add(task)
@@ -137,7 +137,7 @@ class StoredResponses:
     # Endpoints
 
     async def retrieve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/responses/{id}; with stream=true, the events behind number starting_after, and those to come."""
+        """GET /v1/responses/{id}. With stream=true: sends events after starting_after, and new ones as they come."""
         found = self._find(scope)
         query = _query(scope)
         if query.get("stream") in ("true", "1"):
@@ -147,7 +147,7 @@ class StoredResponses:
         await _send_body(send, found.body, request_ids(scope))
 
     async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """DELETE /v1/responses/{id}; one that runs is ended."""
+        """DELETE /v1/responses/{id}. A running response is ended first."""
         found, id = self._find(scope), scope["path_params"]["id"]
         if isinstance(found, Running):
             found.is_deleted = True
@@ -157,7 +157,7 @@ class StoredResponses:
         await answer(send, 200, {"id": id, "object": "response", "deleted": True}, request_ids(scope))
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/responses/{id}/cancel; one that has ended stays as it is."""
+        """POST /v1/responses/{id}/cancel. A background response that has ended is returned unchanged."""
         found = self._find(scope)
         if isinstance(found, Running):
             found.cancel()
@@ -168,7 +168,7 @@ class StoredResponses:
         await _send_body(send, found.body, request_ids(scope))
 
     async def input_items(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/responses/{id}/input_items, the last one first unless order=asc."""
+        """GET /v1/responses/{id}/input_items. Last item first, unless order=asc."""
         found, query = self._find(scope), _query(scope)
         limit = _number(query, "limit", 20)
         if not 1 <= limit <= MOST_LISTED:
@@ -181,7 +181,7 @@ class StoredResponses:
         await answer(send, 200, listed, request_ids(scope))
 
     def _find(self, scope: Scope) -> Stored | Running:
-        """The response that a path names, where the key that asks has created it."""
+        """The response with the id in the path. Raises 404 if this API key has not created it."""
         id, tenant = scope["path_params"]["id"], scope["tenant"]
         running = self.running.get(id)
         if running is not None and running.tenant == tenant and not running.is_deleted:
@@ -199,7 +199,7 @@ class StoredResponses:
 
 
 class Session:
-    """One POST of a response: completes its conversation, and stores what comes of it before the client can ask."""
+    """One POST of /v1/responses: completes the conversation, and stores the result before the client has all of it."""
 
     def __init__(self, owner: StoredResponses, tenant: str, receive: Receive, send: Send) -> None:
         self._owner, self._tenant = owner, tenant
@@ -216,25 +216,25 @@ class Session:
         call = await owner.desk.response(talk.body, caller._replace(size=talk.size), facts)
         assert isinstance(call.format, ResponsesFormat)
         self._format, self._items, self._streams = call.format, talk.items, call.stream
-        # From here on the conversation is kept as text alone.
+        # From here on only the JSON text of the conversation is kept.
         call.format.body, body.input = msgspec.structs.replace(talk.body, input=None), None
         call.format.is_stored = keeps
         call.format.is_background = call.is_background = bool(body.background)
         return call
 
     async def send(self, message: Message) -> None:
-        """To the client. The store comes before the last bytes: the next request may follow at once."""
+        """Sends to the client. Stores the response before the last bytes: the next request may follow at once."""
         format = self._format
         if format is not None and format.is_stored and _is_last(message):
             body = format.final if self._streams else message["body"]
-            if body is not None:  # else the stream ends with an error
+            if body is not None:  # None: the stream ends with an error
                 self._owner.store.put(self._tenant, Stored(format.id, body, self._items, format.output))
         await self._send(message)
 
     async def detach(self, call: Call, work: Work, admission: ExitStack) -> None:
-        """Lets the response run on its own, and answers at once: with its state, or with events as they come."""
+        """Starts the response in the background. Answers at once with its state, or streams its events."""
         assert self._format is not None
-        self._owner.check_room(len(self._items), call.stream)  # nothing is waited for between this and the start
+        self._owner.check_room(len(self._items), call.stream)  # no await until `start`
         running = Running(self._tenant, self._format, self._items, call.stream)
         self._owner.start(running, work, admission.pop_all())
         headers = [header for header in call.headers if header[0] in KNOWN_AT_ONCE]
@@ -245,7 +245,7 @@ class Session:
 
 
 async def follow(log: EventLog, number: int, headers: list[tuple[bytes, bytes]], receive: Receive, send: Send) -> None:
-    """Sends the events from `number` on until the stream has ended or the client has left."""
+    """Sends the events from `number` on, until the stream ends or the client disconnects."""
     if number < log.first:
         raise ApiError(
             400, f"the events before number {log.first} are not kept any more: retrieve the response without stream"
@@ -255,11 +255,11 @@ async def follow(log: EventLog, number: int, headers: list[tuple[bytes, bytes]],
         await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]})
         while True:
             events = log.since(number) if number >= log.first else None
-            if events is None:  # the client is slower than the stream, by all that is kept
+            if events is None:  # the client is so slow that its next event was dropped
                 break
             if events:
                 data = b""
-                for event in events:  # slow clients hold little
+                for event in events:  # limited, so that slow clients buffer little
                     data += event
                     number += 1
                     if len(data) > PIECE:
@@ -298,7 +298,7 @@ def _joined(body: ResponsesBody, previous: Stored | None, size: int) -> Talk:
 
 
 def _log(found: Stored | Running) -> EventLog:
-    """The events of a response that was created as a stream in the background."""
+    """The event log of a background response that was created with stream=true. Raises 400 for others."""
     if isinstance(found, Running):
         log = found.log
     elif found.events:
@@ -313,7 +313,7 @@ def _log(found: Stored | Running) -> EventLog:
 
 
 def _listed(id: str, items: bytes, order: str, after: str | None, limit: int) -> Json:
-    """A page of the input items of a response."""
+    """One page of a response's input items."""
     found = [
         _shown(item, f"item_{id.removeprefix('resp_')}_{at}") for at, item in enumerate(msgspec.json.decode(items))
     ]
@@ -336,7 +336,7 @@ def _listed(id: str, items: bytes, order: str, after: str | None, limit: int) ->
 
 
 def _shown(item: Json, id: str) -> Json:
-    """An input item as OpenAI lists it: with an id, and a message's text in parts."""
+    """An input item in OpenAI's list format: with an id, and with message text as parts."""
     shown: Json = {"type": "message", **item}
     if not isinstance(shown.get("id"), str):
         shown["id"] = id
@@ -347,7 +347,7 @@ def _shown(item: Json, id: str) -> Json:
 
 
 def _query(scope: Scope) -> dict[str, str]:
-    """The last value of each parameter."""
+    """The query parameters; the last value of each."""
     try:
         found = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=32)
     except ValueError:
@@ -365,7 +365,7 @@ def _number(query: dict[str, str], name: str, default: int) -> int:
 
 
 async def _send_body(send: Send, body: bytes, ids: list[tuple[bytes, bytes]]) -> None:
-    """A JSON text, in pieces: the next one is sent when the client has taken most of the last."""
+    """Sends JSON text in pieces. Each is sent when the client has read most of the one before."""
     headers = [*JSON_HEADERS, *ids, (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for start in range(0, len(body), PIECE):

@@ -1,4 +1,4 @@
-"""Texts: owns the model's tokenizer and chat template, and keeps long work with them off the event loop."""
+"""Texts: owns the tokenizer and the chat template, and runs long work with them outside the event loop."""
 
 import asyncio
 import threading
@@ -16,28 +16,31 @@ from weft.text.chat import ChatTemplate
 from weft.text.tokenizer import Tokenizer, read_special_tokens
 
 T = TypeVar("T")
-SHORT = 2000  # characters (or bytes) that are dealt with at once: less than a millisecond, and a thread costs time too
+SHORT = 2000  # characters (or bytes) processed on the event loop: under 1 ms, and a thread costs time too
 THREADS = 2
-MOST_TEXT = 1_000_000  # characters that are tokenized at once, or MOST_PER_TOKEN for each token of the context: a
-MOST_PER_TOKEN = 16  # million of them take up to 200 MB
-MARK = "\ue000weft\ue001"  # of private use: nobody writes this
+MOST_TEXT = 1_000_000  # characters; largest text to tokenize in one call, or MOST_PER_TOKEN per token of the context if
+MOST_PER_TOKEN = 16  # that is more; a million characters take up to 200 MB
+MARK = "\ue000weft\ue001"  # private-use characters, which do not occur in messages
 
 
 class Texts:
-    """Encoding lets go of the interpreter, and so do other threads' turns: streams go on meanwhile."""
+    """The tokenizer, the chat template, and threads for long work.
+
+    Encoding releases the GIL, and Python code in the threads gives it up regularly, so that streams go on.
+    """
 
     def __init__(self, path: Path, template: str | None = None, content_format: str = "auto") -> None:
-        """`template` is used instead of the model's own: the name of a file, or the text itself."""
+        """`template` replaces the model's chat template: a file name, or the template text."""
         self.path = path
         self.tokenizer = Tokenizer.load(path)
         self.template = read_template(path, template, content_format)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-text")
         self._lock = threading.Lock()
         self._info: dict[str, Any] | None = None
-        self._running = 0  # threads that do something
+        self._running = 0  # busy threads
 
     async def aside(self, size: int, work: Callable[[], T]) -> T:
-        """Does work on `size` characters: at once where it is short, else in another thread."""
+        """Runs `work` on `size` characters: here if it is short, else in another thread."""
         if size <= SHORT:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._counted, work)
@@ -52,7 +55,7 @@ class Texts:
                 self._running -= 1
 
     async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Token ids; a text that must have more than `most` of them is an error before it is looked at."""
+        """Token ids of a text. A text that is sure to exceed `most` tokens is refused before encoding."""
         tokenizer = self.needed()
         _check_size(text, most, tokenizer, "prompt")
         return await self.aside(len(text), lambda: tokenizer.encode(text, add_special_tokens))
@@ -66,9 +69,9 @@ class Texts:
         continues: bool = False,
         most: int | None = None,
     ) -> tuple[list[int], str]:
-        """Token ids of a conversation and its text; `size` says how many bytes all of this had as a body.
+        """Token ids and text of a rendered conversation. `size` is the size of the request body in bytes.
 
-        With `continues`, the last message is left open, for the model to write on.
+        With `continues`, the prompt ends inside the last message, and the model continues it.
         """
         tokenizer = self.needed()
 
@@ -88,7 +91,7 @@ class Texts:
         return self.tokenizer
 
     async def info(self) -> dict[str, Any]:
-        """What tokenizer_config.json says, and the chat template that is in use."""
+        """The contents of tokenizer_config.json, with the chat template in use."""
         if self._info is None:
             read = partial(read_json, self.path / "tokenizer_config.json", optional=True)
             config = await asyncio.get_running_loop().run_in_executor(self._threads, read)
@@ -97,7 +100,7 @@ class Texts:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a thread is in the middle of something, also after `close`."""
+        """Whether a thread is still working, even after `close`."""
         return self._running > 0
 
     def close(self) -> None:
@@ -105,7 +108,7 @@ class Texts:
 
 
 def _check_size(text: str, most: int | None, tokenizer: Tokenizer, param: str) -> None:
-    """`param` is the field that the text comes from."""
+    """Raises if a text is too long to encode. `param` is the field that it comes from."""
     limit = max(MOST_TEXT, MOST_PER_TOKEN * (most or 0))
     if most is not None and len(text) > most * tokenizer.longest_token:
         raise ApiError(
@@ -121,7 +124,10 @@ def _check_size(text: str, most: int | None, tokenizer: Tokenizer, param: str) -
 
 
 def _check_arguments(messages: list[dict[str, Any]]) -> None:
-    """JSON within JSON: the template's side decodes it in one call, and nobody counted it when the body was read."""
+    """Raises if the arguments of tool calls have too many values.
+
+    They are JSON in a string: rendering decodes it in one call, and parsing the body did not count its values.
+    """
     if hold_too_many(_arguments(messages)):
         raise RequestError(f"messages: the arguments of tool calls have more than {MOST_VALUES} values in them")
 
@@ -137,12 +143,12 @@ def _arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:
 
 
 def read_template(path: Path, given: str | None, content_format: str = "auto") -> ChatTemplate:
-    """The model's own, or the one that was given: the name of a file, or the text itself."""
+    """The chat template: the model's, or `given`, which is a file name or the template text."""
     if given is None:
         return ChatTemplate.load(path, content_format)
     try:
         is_file = Path(given).is_file()
-    except OSError:  # a long text is no name
+    except OSError:  # too long for a file name
         is_file = False
     if not is_file and "{" not in given:
         raise OptionError(f"chat_template={given!r:.100} is neither a file nor a template")
@@ -154,7 +160,7 @@ def read_template(path: Path, given: str | None, content_format: str = "auto") -
 
 
 def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With a mark behind the last message's text, where the prompt is to end."""
+    """The messages, with MARK after the text of the last one. The prompt will end there."""
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
     if not isinstance(last.get("content"), str):
         raise RequestError("continue_final_message: the last message has no text to go on from")

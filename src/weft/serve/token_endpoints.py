@@ -1,4 +1,4 @@
-"""Endpoints that count and spell tokens: nothing is generated."""
+"""Endpoints that tokenize, detokenize and count tokens. They generate nothing."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TokenEndpoints:
-    """They count for the limits of a key like any other request."""
+    """Handlers of the token endpoints. All but tokenizer_info count towards the limits of the API key."""
 
     def __init__(self, server: "Server") -> None:
         self.server, self.desk = server, server.desk
@@ -60,7 +60,7 @@ class TokenEndpoints:
             await answer(send, 200, {"input_tokens": found}, request_ids(scope))
 
     async def render_chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The prompt that a chat would send to the model, as text and as token ids."""
+        """Answers with the prompt of a chat, as text and as token ids."""
         facts = self.server.facts()
         with self.server.counted(scope["tenant"]):
             body, size = await self.server.body(scope, receive, ChatBody)
@@ -73,7 +73,7 @@ class TokenEndpoints:
         await answer(send, 200, shown)
 
     async def tokenizer_info(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The model's tokenizer_config.json, with the chat template that is in use."""
+        """Answers with the model's tokenizer_config.json and the chat template in use."""
         await answer(send, 200, await self.desk.texts.info())
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,7 +86,7 @@ class TokenEndpoints:
         facts = self.server.client.facts
         try:
             tokenizer = self.desk.texts.needed()
-            # A model may have spare rows, which have no text and may still be sampled.
+            # The model's vocabulary may be larger than the tokenizer's: such ids have no text, but may be sampled.
             most = max(tokenizer.vocab_size, 0 if facts is None else facts.vocab_size)
             text = await self.desk.texts.aside(size, lambda: _decoded(tokenizer, body.tokens, most))
         except RequestError as error:
@@ -94,7 +94,7 @@ class TokenEndpoints:
         await answer(send, 200, {"prompt": text})
 
     async def input_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """How many tokens a response with this body would send to the model."""
+        """Answers with the number of prompt tokens of a /v1/responses body."""
         tenant = scope["tenant"]
         with self.server.counted(tenant):
             facts = self.server.facts()

@@ -1,4 +1,4 @@
-"""Tools: which functions a chat may call, whether it must, and the form that its reply is then held to."""
+"""Tools: the functions that a chat may or must call, and the structure that this requires of the reply."""
 
 from typing import Any, NamedTuple
 
@@ -8,17 +8,17 @@ from weft.serve.choices import ForcedCall, ForcedCalls
 from weft.serve.fields import ChatBody, Json
 from weft.text.tools import ToolParser, make_tool_parser
 
-MOST_CALLS = 8  # of tools in one reply, where it must consist of calls
+MOST_CALLS = 8  # most tool calls in one reply, if the reply must be tool calls
 
 
 class Tools(NamedTuple):
-    """What a chat may call, and whether it must."""
+    """The functions that a chat may call, and whether it must."""
 
-    shown: list[Json] | None  # to the model
+    shown: list[Json] | None  # tools in the prompt
     choice: str  # "none", "auto", "required" or "named"
-    schemas: list[tuple[str, Json]]  # of those that may be called: name and parameters
+    schemas: list[tuple[str, Json]]  # name and parameters of each function that may be called
     parallel: bool
-    legacy: bool = False  # asked for as functions and function_call, and answered in these words
+    legacy: bool = False  # the request has `functions`, so the answer has `function_call`
 
     @classmethod
     def of(cls, body: ChatBody) -> "Tools":
@@ -43,7 +43,7 @@ class Tools(NamedTuple):
 
     @classmethod
     def _of_functions(cls, body: ChatBody) -> "Tools":
-        """The older form of the same wish, in which a reply has one call at most."""
+        """Tools from the older fields functions and function_call. A reply then has at most one call."""
         if body.tools is not None or body.tool_choice is not None:
             raise RequestError("functions: the older form of tools cannot stand beside tools; give one of them")
         shown = [{"type": "function", "function": function} for function in body.functions or []]
@@ -56,7 +56,7 @@ class Tools(NamedTuple):
         return cls(shown or None, choice, schemas, parallel=False, legacy=True)
 
     def structure(self) -> StructuredOutputs | None:
-        """What the reply is held to where it must be a call."""
+        """The structure of a reply that must be a tool call; None if it need not be."""
         if self.choice == "named":
             return StructuredOutputs(json={**self.schemas[0][1], **_GUIDANCE})
         if self.choice == "required":
@@ -65,27 +65,27 @@ class Tools(NamedTuple):
         return None
 
     def calls(self, own: str | None, template: str) -> Calls | None:
-        """What calls look like where the model may write them by itself, in the format `own`, beside another form."""
+        """The grammar of optional tool calls in the model's format `own`, as an alternative to another structure."""
         if self.choice != "auto" or not self.schemas or own is None:
             return None
         if own == "hermes":
             return Calls({**self._one("arguments"), **_LENIENT}, "<tool_call>", "</tool_call>", self.parallel)
         if own == "llama3_json":
             return Calls({**self._one("parameters"), **_LENIENT})
-        if own == "mistral" and "[ARGS]" not in template:  # models that write NAME[ARGS]{...} cannot be held to this
+        if own == "mistral" and "[ARGS]" not in template:  # does not fit models that write NAME[ARGS]{...}
             most = MOST_CALLS if self.parallel else 1
             return Calls({**self._list("arguments", most), **_LENIENT}, "[TOOL_CALLS]")
         return None
 
     def _list(self, arguments: str, most: int) -> Json:
-        """The schema of a list of calls."""
+        """The JSON schema of a list of tool calls."""
         one = self._one(arguments)
         defs = one.pop("$defs")
         return {"type": "array", "items": one, "minItems": 1, "maxItems": most, "$defs": defs}
 
     def _one(self, arguments: str) -> Json:
-        """The schema of a call, which has its arguments under this name."""
-        # Each tool's schema in a place of its own, so that what it refers to stays within it.
+        """The JSON schema of one tool call. `arguments` is the key of its arguments."""
+        # Each tool's schema is a separate definition, so that its references stay inside it.
         places = [f"#/$defs/{number}" for number in range(len(self.schemas))]
         calls = [
             {
@@ -103,7 +103,7 @@ class Tools(NamedTuple):
         return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": defs}
 
     def parser(self, own: str | None) -> ToolParser | ForcedCall | ForcedCalls | None:
-        """`own` is the format that the model writes calls in by itself."""
+        """The parser for tool calls in the reply. `own` is the model's tool call format."""
         if self.choice == "named":
             return ForcedCall(self.schemas[0][0])
         if self.choice == "required":
@@ -114,7 +114,7 @@ class Tools(NamedTuple):
 
 
 def _named(choice: Any, schemas: list[tuple[str, Json]], field: str) -> tuple[str, Json]:
-    """The function that a choice names, of those that were given."""
+    """The given function that a tool choice names."""
     name = choice.get("name") if isinstance(choice, dict) else None
     for schema in schemas:
         if schema[0] == name:
@@ -123,7 +123,7 @@ def _named(choice: Any, schemas: list[tuple[str, Json]], field: str) -> tuple[st
 
 
 def _allowed(choice: Json, known: list[str]) -> tuple[str, set[str]]:
-    """The mode and the names of an allowed_tools choice, in the form of chats or in that of responses."""
+    """The mode and the function names of an allowed_tools choice, in the format of chats or of /v1/responses."""
     wish = choice.get("allowed_tools", choice)
     wish = wish if isinstance(wish, dict) else {}
     mode, tools = wish.get("mode", "auto"), wish.get("tools")
@@ -142,7 +142,7 @@ def _allowed(choice: Json, known: list[str]) -> tuple[str, set[str]]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema that lies at `place` within another: references to its root are references to there."""
+    """A schema that is moved to `place` in another schema. References to its root are changed to `place`."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):
@@ -153,8 +153,8 @@ def _moved(schema: Any, place: str) -> Any:
     return moved
 
 
-# White space is for people, and nobody sees this. What a schema says that cannot be held to is left to the model: tools
-# come with all kinds of schemas, and few clients can change them.
+# Flexible white space is for human readers, and forced calls have none. Schema keywords that cannot be enforced are
+# left to the model: tools come with all kinds of schemas, and few clients can change them.
 _GUIDANCE = {"x-guidance": {"whitespace_flexible": False, "lenient": True}}
 _LENIENT = {"x-guidance": {"lenient": True}}
 

@@ -1,9 +1,9 @@
-"""Trial: a chat template is rendered once before it serves anybody, in a process that can be killed.
+"""Trial: renders the chat template once at start-up, in a child process that can be killed.
 
-A template is a program, and one that never ends or fills the memory would do so with the first chat. Where it runs in
-a thread, nothing can end it. So it is tried where time and memory are bounded.
+A template is a program. One that never ends or fills the memory would do so with the first chat, in a thread that
+nothing can stop. So it is tested first in a process with limits on time and memory.
 
-`python -m weft.serve.trial MODEL CONTENT_FORMAT [TEMPLATE]` is such a process: it prints what it has found as a line.
+`python -m weft.serve.trial MODEL CONTENT_FORMAT [TEMPLATE]` is this process. It prints its Finding as one line.
 """
 
 import subprocess
@@ -18,9 +18,9 @@ from weft.serve.bounds import limit_memory, limit_time
 from weft.serve.texts import read_template
 from weft.text.chat import ChatTemplate, RunawayError
 
-CPU = 2.0  # seconds of processor time; a greeting takes milliseconds
-MEMORY = 1 << 30  # bytes that it may take beside what Python has
-PATIENCE = 60.0  # seconds that it may take on a busy machine
+CPU = 2.0  # seconds of CPU time; rendering a greeting takes milliseconds
+MEMORY = 1 << 30  # bytes that it may use in addition to Python's
+PATIENCE = 60.0  # seconds of wall time, on a busy machine
 HELLO = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "A tool", "parameters": {"type": "object"}}}
 TOO_MUCH = (
@@ -30,12 +30,12 @@ TOO_MUCH = (
 
 
 class Finding(msgspec.Struct):
-    broken: str | None = None  # why no chat could be rendered
-    refused: str | None = None  # why the greeting was not; others may be
+    broken: str | None = None  # why no chat can be rendered
+    refused: str | None = None  # why the greeting was not rendered; other chats may be
 
 
 class Trial:
-    """Begins when it is made and is asked later, so that it takes its time beside other work."""
+    """Starts the process when constructed. `finding` waits for it later, so that other work runs in parallel."""
 
     def __init__(self, path: Path, template: str | None, content_format: str = "auto") -> None:
         given = () if template is None else (template,)
@@ -43,7 +43,7 @@ class Trial:
             [sys.executable, "-m", "weft.serve.trial", str(path), content_format, *given],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C in the terminal is not for it
+            start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
         )
 
     def finding(self) -> Finding:
@@ -51,7 +51,7 @@ class Trial:
             line, _ = self._process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             return Finding(refused=f"its trial did not end within {PATIENCE:g} s: the machine is too busy")
-        if not line:  # it died of its bounds
+        if not line:  # the limits killed it
             return Finding(broken=TOO_MUCH)
         return msgspec.json.decode(line, type=Finding)
 
@@ -70,12 +70,12 @@ def main() -> int:
         template = read_template(path, given, content_format)
         found.refused = _refusal(template, []) if template else None
         if template:
-            _refusal(template, [TOOL])  # many take no tools, which is no news
+            _refusal(template, [TOOL])  # a refusal is ignored, because many templates take no tools
     except RunawayError:
         found.broken = TOO_MUCH
     except ModelError as error:
         found.broken = str(error)
-    except OptionError:  # the server will find it out and say it as well
+    except OptionError:  # the server finds the same error and reports it
         pass
     limit_time(0.0)
     print(msgspec.json.encode(found).decode())
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def _refusal(template: ChatTemplate, tools: list[dict[str, Any]]) -> str | None:
-    """Why a greeting is not rendered, where the template works as such."""
+    """Why the template refuses to render a greeting, or None. Raises if the template itself is broken."""
     try:
         template.render([HELLO], tools=tools)
     except RunawayError:

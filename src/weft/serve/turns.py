@@ -1,4 +1,4 @@
-"""Turns: how a burst of requests is read while streams go on."""
+"""Turns: spreads the reading of a request burst over time, so that streams go on."""
 
 import asyncio
 from collections import deque
@@ -7,8 +7,8 @@ from collections import deque
 class Turns:
     """Lets one request be read in each pass of the event loop.
 
-    Reading a request (JSON, tokens, checks) takes about as long as handing out twenty tokens. All requests that came at
-    once would be read in one pass, and no token would be handed out meanwhile.
+    Reading a request (JSON, tokens, checks) takes about as long as sending twenty tokens. Without this, all requests of
+    a burst would be read in one pass, and no token would be sent during it.
     """
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class Turns:
         self._is_free = True
 
     async def wait(self) -> None:
-        """Until it is the caller's turn. The turn ends with the pass, or when the caller waits for something."""
+        """Waits for the caller's turn. The turn ends with the pass of the event loop, or when the caller awaits."""
         loop = asyncio.get_running_loop()
         if self._is_free:
             self._is_free = False
@@ -29,7 +29,7 @@ class Turns:
     def _next(self) -> None:
         while self._waiting:
             turn = self._waiting.popleft()
-            if not turn.done():  # else its client has gone
+            if not turn.done():  # a cancelled one has no client any more
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._next)
                 return

@@ -1,7 +1,7 @@
-"""The engine process: takes messages in, turns the loop, sends out what every turn brought.
+"""The engine process: receives messages, runs engine steps, and sends the results of each step to the API process.
 
-`python -m weft.serve.worker`, started by the API process. The first line of its standard input says what to run; the
-end of its standard input says that the API process is gone, however it went, and ends this one.
+The API process starts it as `python -m weft.serve.worker`. The first line of standard input holds the `Orders`. End of
+file on standard input means that the API process has ended, for whatever reason. The engine process then exits too.
 """
 
 import math
@@ -51,15 +51,15 @@ from weft.serve.messages import (
 )
 from weft.serve.pulse import Pulse
 
-SWITCH = 0.0005  # seconds that another thread may keep the interpreter from the loop
-MOST_FAILURES = 3  # steps in a row; then the device is not to be trusted and another process is better
-SHORT = 2048  # tokens of a prompt that is made ready at once: half a millisecond
-INTAKE_SHARE = 0.1  # of the last step's time: most that taking in messages may take beside the next one,
-LEAST_INTAKE = 0.001  # or so many seconds
-SOON = 1  # milliseconds between looks at what is made ready, where there is nothing else to do
-IDLE = 5000  # milliseconds between looks at what an idle process may tidy up
-STDIN = 0  # number of the file
-LINGER = 1000  # milliseconds that last words may take to get out
+SWITCH = 0.0005  # seconds; the longest time that another thread may hold the GIL while the loop waits for it
+MOST_FAILURES = 3  # failed steps in a row; then the device is not trusted and the process exits, to be replaced
+SHORT = 2048  # tokens; a prompt up to this length is hashed in the loop thread, which takes half a millisecond
+INTAKE_SHARE = 0.1  # share of the last step's time: the time limit for reading messages per step,
+LEAST_INTAKE = 0.001  # seconds; but the limit is at least this
+SOON = 1  # milliseconds between checks of prompts in preparation, while nothing else is to be done
+IDLE = 5000  # milliseconds between garbage collection checks of an idle process
+STDIN = 0  # file descriptor
+LINGER = 1000  # milliseconds that closing the socket may take to send the last messages
 
 
 def main() -> int:
@@ -67,7 +67,7 @@ def main() -> int:
         signal.SIGINT,
         signal.SIGTERM,
         signal.SIGHUP,
-    ):  # they are for the API process, which decides what they mean
+    ):  # the API process handles these signals and decides what to do
         signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line:
@@ -99,7 +99,7 @@ def main() -> int:
 def facts_of(engine: Engine, options: dict[str, Any]) -> Facts:
     scheduler, promises = engine.loop.scheduler, engine.promises
     targets = Targets() if promises is None else promises.targets
-    executor: Any = engine.loop.executor  # on the CPU or on a GPU: both own a device
+    executor: Any = engine.loop.executor  # the CPU and the GPU executor both have `device`
     profile = None
     if promises is not None:
         profile = profile_of(engine, promises.calibration, options["max_num_batched_tokens"])
@@ -125,7 +125,7 @@ def facts_of(engine: Engine, options: dict[str, Any]) -> Facts:
 
 
 class Worker:
-    """Drives one engine from one socket, in one thread."""
+    """Runs one engine in one thread. Messages come and go through one socket."""
 
     def __init__(
         self,
@@ -141,16 +141,16 @@ class Worker:
         self.loop.on_record = self._note
         self._streams: dict[int, Stream] = {}
         self._keys: dict[Stream, int] = {}
-        self._opening: dict[Submit, Future[list[Stream]]] = {}  # jobs that are prepared in another thread
-        # Apart, so that no long prompt waits for somebody's grammar.
+        self._opening: dict[Submit, Future[list[Stream]]] = {}  # prompts that another thread is preparing
+        # Two separate threads, so that hashing a long prompt never waits for a grammar of another request.
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weft-hash")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="weft-grammar")
         self._record: StepRecord | None = None
         self._failures = 0
-        self._taken = 0  # streams that were taken in or turned away
+        self._taken = 0  # streams accepted, rejected or aborted during preparation, since the process started
 
     def run(self) -> None:
-        """Until too many steps have failed; the end of the API process ends this one from outside."""
+        """Runs until MOST_FAILURES steps in a row have failed. `_end_with_parent` exits when the API process ends."""
         while self._failures < MOST_FAILURES:
             self.pulse.turn(busy=self.loop.has_work)
             if not self.loop.has_work and not self._opening:
@@ -163,10 +163,10 @@ class Worker:
                 self._turn()
 
     def _receive(self, patience: int) -> None:
-        """Takes in messages that have come; waits for the first up to `patience` milliseconds.
+        """Reads and handles pending messages. Waits up to `patience` milliseconds for the first one.
 
-        A burst is taken in over several steps, so that no stream waits long for others to be opened; the longer the
-        steps, the more of it beside each, so that what comes behind a burst is not read much later.
+        A burst of messages is spread over several steps, so that running streams do not wait long while new ones are
+        opened. The time limit grows with the step time, so that messages behind a burst are not delayed much.
         """
         began, most = None, max(LEAST_INTAKE, INTAKE_SHARE * self.loop.last_seconds)
         while self.socket.poll(patience):
@@ -182,7 +182,7 @@ class Worker:
             case Submit():
                 self._open(message)
             case Abort(keys):
-                gone = [job for job in self._opening if job.key in keys]  # all n of it: none has begun
+                gone = [job for job in self._opening if job.key in keys]  # with all n streams: none has started
                 for job in gone:
                     self._opening.pop(job).cancel()
                     self._taken += job.params.n
@@ -196,7 +196,7 @@ class Worker:
                 self.loop.scheduler.clear_cache()
 
     def _open(self, job: Submit) -> None:
-        """Long prompts are hashed and grammars are compiled aside: nobody's step waits for that."""
+        """Opens a prompt's streams. Long prompts and grammars are prepared in other threads, so that no step waits."""
         prompt: Any = np.frombuffer(job.prompt, np.int32)
 
         def work() -> list[Stream]:
@@ -217,7 +217,7 @@ class Worker:
                 stream.request.arrival = job.arrival
                 self.loop.add(stream)
                 taken.append(stream)
-        except Exception as error:  # whatever is wrong with one request must not end the others
+        except Exception as error:  # an error in one request must not end other requests
             for stream in taken:
                 self.loop.abort(stream)
             kind = "queue_full" if isinstance(error, QueueFullError) else "request"
@@ -242,7 +242,7 @@ class Worker:
             self._send(events)
 
     def _fail(self, error: Exception) -> None:
-        """A step failed, and all who ran with it; the loop has started over."""
+        """Ends every running and waiting stream with "error" after a failed step. The loop has already reset itself."""
         self._failures += 1
         text = traceback.format_exc()
         if not isinstance(error, EngineError):
@@ -259,7 +259,7 @@ class Worker:
         tokens: list[int] = []
         step = self._step()
         if step is None and not self.loop.has_work:
-            step = self._idle()  # all were refused: no step will tell that they wait no more
+            step = self._idle()  # all were refused: no step follows that reports the empty queue
         news = News(keys, tokens, [], [], {}, [], step)
         key_of = self._keys
         for stream, token, reason, logprobs, prompt_logprobs, first, embedding in events:
@@ -286,7 +286,7 @@ class Worker:
         self.socket.send(encode(News([], [], [], [], {}, [], self._idle())))
 
     def _idle(self) -> EngineStep:
-        """Nothing runs any more: the books as they are now, without a step."""
+        """The current counters as a step without tokens, for when nothing runs."""
         now, scheduler = self.loop.clock(), self.loop.scheduler
         waiting, free = scheduler.num_waiting, scheduler.pool.num_free
         return EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, waiting, 0, free, taken=self._taken)
@@ -320,7 +320,10 @@ def _finite(seconds: float | None) -> float | None:
 
 
 def _end_with_parent() -> None:
-    """Reads the file itself: `sys.stdin` has a lock, and Python aborts at its end where a thread still holds that."""
+    """Exits at end of file on stdin.
+
+    Reads the descriptor, not `sys.stdin`: Python aborts at exit if a thread still holds the lock of `sys.stdin`.
+    """
     while os.read(STDIN, 4096):
         pass
     os._exit(0)

@@ -1,1 +1,1 @@
-"""The simulator: the scheduler that serves, under a virtual clock, on traces and invented traffic."""
+"""The simulator: runs the real scheduler under a virtual clock, on traces and synthetic traffic."""

@@ -1,4 +1,4 @@
-"""Policies by name, one run of each over a trace, and what became of the promises."""
+"""Makes policies by name, runs them over a trace, and reports how many requests met their targets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class Report:
     """One policy on one trace. Times in milliseconds, as percentiles."""
 
     policy: str
-    kept: float  # share of all requests whose promises were kept
-    goodput_rps: float  # kept promises in a second of arrivals
+    kept: float  # share of all requests that met their targets (TTFT and gap)
+    goodput_rps: float  # requests that met their targets, per second of arrivals
     refused: int
     requests: int
     preemptions: int
@@ -36,7 +36,7 @@ class Report:
 
 
 def make_policy(name: str, profile: Profile, cost: CostModel | None = None) -> Policy:
-    """A policy by name; `cost` is what it knows of the device at the start (default: the exact coefficients)."""
+    """Returns a policy by name. `cost` is its initial cost model (default: the profile's exact coefficients)."""
     cost = CostModel(profile.coefficients, host=profile.host) if cost is None else cost
     kind, _, size = name.partition(":")
     if size and not (size.isdecimal() and int(size) > 0):
@@ -61,7 +61,7 @@ def run_policy(
     progress: Callable[[int], None] = lambda arrived: None,
     cost: CostModel | None = None,
 ) -> Played:
-    """Plays a trace under a policy; `cost` is what that knows of the device at the start (see `make_policy`)."""
+    """Plays a trace under a policy. `cost` is the policy's initial cost model (see `make_policy`)."""
     scheduler = Scheduler(
         wave=profile.coefficients.wave,
         policy=make_policy(name, profile, cost),
@@ -73,7 +73,10 @@ def run_policy(
 
 
 def kept_promises(played: Played, targets: Targets) -> NDArray[np.bool_]:
-    """Which requests got their first token in time and 99% of their gaps within the target. A refused one did not."""
+    """For each request: whether it met its TTFT target and 99% of its gaps met the gap target.
+
+    A request that was refused or did not finish counts as missed.
+    """
     requests = len(played.ttft)
     in_time = played.gaps <= targets.gap * (1 + 1e-9)
     good = np.bincount(played.gap_owner[in_time], minlength=requests)

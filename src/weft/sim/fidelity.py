@@ -1,6 +1,6 @@
-"""Fidelity: what a real engine served, beside what the simulator says of the same requests.
+"""Fidelity: results of a real engine compared with the simulator's results for the same requests.
 
-Both sides are a `Played`, so that one definition of every figure holds for both (compare.py).
+Both sides are a `Played`, so that each figure has the same definition on both sides (compare.py).
 """
 
 import math
@@ -19,41 +19,43 @@ from weft.sim.simulator import Played, Truth
 from weft.sim.traces import Trace
 
 SEED = 0  # of the noise of simulated steps
-PLACES = {"p50": "p50", "p99": "p99", "p999": "p99.9"}  # percentiles that are compared, and how they are written
+PLACES = {"p50": "p50", "p99": "p99", "p999": "p99.9"}  # compared percentiles, and how they are printed
 TIMES = {"ttft_ms": "TTFT", "gap_ms": "gap"}
-NOISE_LIMIT = 0.5  # Truth cuts factors below this off, so a larger spread would shift the mean
+NOISE_LIMIT = 0.5  # Truth clips noise factors at 0.5, so a larger spread would shift the mean
 
 
 @dataclass(frozen=True)
 class Served:
-    """One play against a real engine. Arrays have one entry for each request with a first token, in seconds."""
+    """One run on a real engine. Arrays are in seconds and have one entry for each request with a first token."""
 
     played: Played  # as the client saw it
     inside: NDArray[np.float64]  # from a request's arrival at the server to its first token, by the server's clock
-    outside: NDArray[np.float64]  # the rest of its TTFT, but for the client's lag: network, parsing, writing
-    lag: NDArray[np.float64]  # how late the client sent it
-    failures: dict[str, int] = field(default_factory=dict)  # errors that are no refusals, and how often they came
-    steps: list[RunStep] = field(default_factory=list)  # a client knows none
-    request: float = 0.0  # seconds of a TTFT outside of the engine, measured before the play with nothing else running
+    outside: NDArray[np.float64]  # rest of the TTFT without the client's lag: network, parsing, writing
+    lag: NDArray[np.float64]  # how late the client sent the request
+    failures: dict[str, int] = field(default_factory=dict)  # counts of errors that are not refusals
+    steps: list[RunStep] = field(default_factory=list)  # empty if a client measured: it cannot see steps
+    request: float = 0.0  # seconds of a TTFT outside the engine, measured before the run on an idle server
     token: float | None = None  # seconds between two tokens of one step at their clients, likewise; None: not known
-    others: float | None = None  # share of the machine's processor time that other processes took; None: not known
+    others: float | None = None  # share of the machine's CPU time that other processes used; None: not known
 
 
 class Line(NamedTuple):
-    """One figure of both sides. Shares and errors are fractions: 0.05 is 5%."""
+    """One figure, served and simulated. Shares and errors are fractions: 0.05 is 5%."""
 
     name: str  # such as "TTFT ms p99"
     served: float  # mean of the runs
     simulated: float
-    error: float | None  # simulated / served - 1; of the share of kept promises, the difference
-    difference: float | None  # between served runs: (largest - smallest) / mean; likewise. None: there was one run
+    error: float | None  # simulated / served - 1; for the share of kept promises, simulated - served
+    # Between served runs: (largest - smallest) / mean; for the share of kept promises, largest - smallest.
+    # None: there was only one run.
+    difference: float | None
 
 
 def truth_of(profile: Profile) -> Truth:
-    """How long steps take, by the calibration alone: its coefficients, and the error that it found on held-out steps.
+    """Step times from the calibration alone: its coefficients, and its error on held-out steps.
 
-    The error's mean is a bias of all steps, its spread is noise that is drawn anew for each step. Where the rehearsal
-    has found how steps differ from the coefficients by size and heat, that takes the place of both.
+    The mean of the error is a bias of all steps. Its spread is noise, drawn independently for each step. If the
+    rehearsal has measured residuals (how steps differ from the coefficients by kind and heat), they replace both.
     """
     if profile.residuals is not None:
         return Truth(profile.coefficients, seed=SEED, residuals=profile.residuals)
@@ -70,8 +72,11 @@ def simulate(
     token: float | None = None,
     progress: Callable[[int], None] = lambda arrived: None,
 ) -> Played:
-    """The simulator's half. As when serving, no gap below `min_gap` seconds is promised. `token` is what handing out a
-    token really takes (see `Served`); the scheduler counts with what the profile says, as the served one does."""
+    """Simulates the trace. The gap target is at least `min_gap` seconds, as when serving.
+
+    `token` is the measured time to deliver one token (see `Served`). The scheduler still plans with the profile's
+    value, as the served scheduler does.
+    """
     promised = replace(targets, gap=max(targets.gap, min_gap))
     host = profile.host if token is None else replace(profile.host, token=token)
     real = replace(profile, host=host)
@@ -79,7 +84,7 @@ def simulate(
 
 
 def compared(served: Sequence[Report], simulated: Report) -> list[Line]:
-    """All figures: times at three percentiles, tokens a second, and the share of promises kept."""
+    """All figures: TTFT and gap at three percentiles, tokens per second, and the share of promises kept."""
     lines = []
     for key, name in TIMES.items():
         for place, shown in PLACES.items():
@@ -94,7 +99,7 @@ def compared(served: Sequence[Report], simulated: Report) -> list[Line]:
 
 
 def inside_lines(served: Sequence[Served], simulated: Report) -> list[Line]:
-    """TTFT by the server's own account: what is left of the error without network and client."""
+    """TTFT as the server measured it: shows the error without network and client."""
     found = [np.percentile(one.inside, [50, 99, 99.9]) * 1e3 for one in served if len(one.inside)]
     if not found:
         return []
@@ -105,7 +110,7 @@ def inside_lines(served: Sequence[Served], simulated: Report) -> list[Line]:
 
 
 def outside_ms(served: Sequence[Served]) -> dict[str, float]:
-    """Milliseconds of the TTFT that no simulator knows of, over all runs."""
+    """Milliseconds of the TTFT that the simulator does not model (outside the server, client lag), over all runs."""
     found: dict[str, float] = {}
     for name in ("outside", "lag"):
         values = np.concatenate([np.empty(0), *(getattr(one, name) for one in served)]) * 1e3
@@ -115,8 +120,9 @@ def outside_ms(served: Sequence[Served]) -> dict[str, float]:
 
 
 def step_errors(served: Sequence[Served], profile: Profile) -> dict[str, dict[str, float]]:
-    """Measured over predicted - 1 of the steps that were served, with prefill and without: what of the error is the
-    profile's own. Predicted is what the simulator makes a step take on average.
+    """Error of the profile: measured / predicted - 1 of the served steps, for steps with and without prefill.
+
+    The predicted time is the simulator's time for the step without noise.
     """
     exact = replace(truth_of(profile), noise=0.0)
     ratios: dict[str, list[float]] = {"prefill": [], "decode": []}
@@ -142,11 +148,11 @@ def _line(name: str, served: Sequence[float], simulated: float) -> Line:
     return Line(name, mean, simulated, error, between)
 
 
-# --- results in words: `result` is the object that the command writes as JSON ---
+# --- results as text: `result` is the object that the command writes as JSON ---
 
 
 def known_error(profile: Profile, policy: str) -> str:
-    """What is known of the error of a profile's figures for a policy, in one line."""
+    """One line: the last known error of a profile's figures for a policy."""
     kind = policy.partition(":")[0]
     found = [one for one in profile.fidelity if one["policy"] == kind]
     if not found:
@@ -165,7 +171,7 @@ def known_error(profile: Profile, policy: str) -> str:
 
 
 def entries(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a profile keeps of a result: one entry a policy."""
+    """The part of a result that a profile stores: one entry per policy."""
     about = {name: result[name] for name in ("date", "weft", "device", "slice")}
     return [
         {**about, "policy": one["policy"], "errors": {line["name"]: _digits(line["error"]) for line in one["lines"]}}
@@ -174,7 +180,7 @@ def entries(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def with_entries(known: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of a profile with new ones, each in the place of an older one of the same device, slice and policy."""
+    """A profile's entries plus new ones. A new entry replaces an older one with the same device, slice and policy."""
     names = ("device", "slice", "policy")
     replaced = {tuple(one[name] for name in names) for one in new}
     return [*(one for one in known if tuple(one.get(name) for name in names) not in replaced), *new]
@@ -185,7 +191,7 @@ def heading(result: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A section with the tables of a result."""
+    """A Markdown section with the tables of a result."""
     targets = result["targets_ms"]
     promise = f"{targets['ttft']:g} ms"
     if targets["ttft_per_1k"]:
@@ -209,7 +215,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def cells(line: dict[str, Any]) -> list[str]:
-    """Name, served, simulated, error, difference of the served runs."""
+    """Table cells of a line: name, served, simulated, error, difference between the served runs."""
     is_share = line["name"] == "promises kept"
     change = _points if is_share else _percent
     served, simulated = (f"{line[side]:.1%}" if is_share else f"{line[side]:,.4g}" for side in ("served", "simulated"))
@@ -218,7 +224,7 @@ def cells(line: dict[str, Any]) -> list[str]:
 
 
 def remarks(one: dict[str, Any]) -> list[str]:
-    """What the figures of a policy leave out, in sentences."""
+    """Sentences about a policy's results that its figures do not show."""
     refused = "/".join(str(run["refused"]) for run in one["runs"])
     told = [f"Refused: {refused} served, {one['simulated']['refused']} simulated."]
     if one["others"]:

@@ -1,4 +1,4 @@
-"""Hardware profiles: what a model costs on a device, and how much of it fits."""
+"""Hardware profiles: step costs of a model on a device, and the limits of the engine (KV cache, batch, context)."""
 
 import json
 from dataclasses import dataclass
@@ -10,31 +10,31 @@ from weft.core.residuals import Residuals
 from weft.errors import OptionError
 
 FOLDER = Path(__file__).parent / "profiles"
-FIDELITY = {"date", "device", "slice", "policy", "errors"}  # what a result of `weft bench fidelity` says at least
+FIDELITY = {"date", "device", "slice", "policy", "errors"}  # required keys of a `weft bench fidelity` entry
 NO_HOST = HostCost()
-MOST_SPREAD = 0.15  # that a scheduler starts with, as engine/build.py has it
+MOST_SPREAD = 0.15  # largest initial spread of a scheduler's cost model, as in engine/build.py
 
 
 @dataclass(frozen=True)
 class Profile:
     name: str
-    origin: str  # "measured" or "fitted", and to what
+    origin: str  # "measured" or "fitted", and to which data
     coefficients: Coefficients
     max_model_len: int  # tokens
-    kv_tokens: int  # that the KV cache holds
+    kv_tokens: int  # capacity of the KV cache
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    host: HostCost = NO_HOST  # what steps cost the host
-    # How far steps were from what the coefficients say when they were measured: log(measured / predicted), its mean and
-    # its standard deviation without hiccups. None: the profile does not say.
+    host: HostCost = NO_HOST  # host time of steps
+    # Error of the coefficients on the measured steps, log(measured / predicted): mean, and standard deviation without
+    # hiccups. None: not in the profile.
     mean: float = 0.0
     spread: float | None = None
     residuals: Residuals | None = None  # how steps in service differ from the coefficients; None: not measured
-    fidelity: tuple[dict[str, Any], ...] = ()  # what `weft bench fidelity` found, the oldest first
+    fidelity: tuple[dict[str, Any], ...] = ()  # results of `weft bench fidelity`, the oldest first
 
     def cost_model(self) -> CostModel:
-        """What a scheduler knows that has just started on this device."""
+        """The initial cost model of a scheduler on this device."""
         if self.spread is None:
             return CostModel(self.coefficients, self.mean, host=self.host)
         return CostModel(self.coefficients, self.mean, min(self.spread, MOST_SPREAD), host=self.host)
@@ -45,7 +45,7 @@ def known_profiles() -> list[str]:
 
 
 def profile_path(name: str) -> Path:
-    """The file of a profile that ships with weft, or of one that is given by its path."""
+    """The file of a profile: one that ships with weft, by its name, or any JSON file, by its path."""
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         raise OptionError(f"unknown profile {name!r}; known: {', '.join(known_profiles())}, or a path to a JSON file")
@@ -53,7 +53,7 @@ def profile_path(name: str) -> Path:
 
 
 def load_profile(name: str) -> Profile:
-    """A profile by name, or from a JSON file."""
+    """Loads a profile by name, or from a JSON file."""
     path = profile_path(name)
     try:
         return read_profile(path.stem, json.loads(path.read_text(encoding="utf-8")))
@@ -62,7 +62,7 @@ def load_profile(name: str) -> Profile:
 
 
 def read_profile(name: str, data: dict[str, Any]) -> Profile:
-    """A profile from its JSON. What is wrong with it raises ValueError, TypeError or KeyError."""
+    """A profile from its JSON object. Bad data raises ValueError, TypeError or KeyError."""
     coefficients = Coefficients(**data["coefficients"])
     host = HostCost(**data.get("host", {}))
     residuals = None if data.get("residuals") is None else Residuals(**data["residuals"])

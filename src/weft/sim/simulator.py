@@ -1,7 +1,7 @@
-"""A trace played against the scheduler that serves, under a virtual clock.
+"""Plays a trace against the real scheduler, under a virtual clock.
 
-The clock jumps from step to step. A step takes what the truth says: the profile's coefficients, with noise and a bias
-that the scheduler is not told of where asked for.
+The clock jumps from step to step. `Truth` gives the time of a step: the profile's coefficients, optionally with noise
+and a bias that the scheduler does not know.
 """
 
 import math
@@ -25,20 +25,20 @@ class Truth:
     """How long a step really takes."""
 
     coefficients: Coefficients
-    bias: float = 0.0  # 0.1: everything takes a tenth longer than the scheduler's model says
-    noise: float = 0.0  # standard deviation of a factor around one
+    bias: float = 0.0  # 0.1: every step takes 10% longer than the scheduler's cost model predicts
+    noise: float = 0.0  # standard deviation of a random factor with mean 1
     seed: int = 0
-    residuals: Residuals | None = None  # how the device differs from the coefficients, noise included; see there
+    residuals: Residuals | None = None  # how the device differs from the coefficients; they include the noise
 
     def expected(self, shape: StepShape, heat: float) -> float:
-        """Seconds of a step, but for noise."""
+        """Seconds of a step without noise."""
         seconds = self.coefficients.predict(shape) * (1 + self.bias)
         if self.residuals is None:
             return seconds
         return seconds * math.exp(self.residuals.expected(shape, heat))
 
     def clock(self) -> Callable[[StepShape, float], float]:
-        """Seconds of a step, for its shape and the seconds before it in which the device was idle."""
+        """Returns a function: (shape of a step, idle seconds of the device before it) to seconds of the step."""
         rng = random.Random(self.seed)
         heat = Heat(self.coefficients)
 
@@ -57,18 +57,18 @@ class Truth:
 
 @dataclass
 class Played:
-    """What became of a trace: one entry a request, in order of arrival, and one a gap."""
+    """Results of a trace: arrays with one entry per request, in order of arrival, or one per gap."""
 
     span: float  # seconds of arrivals
-    ended: float  # when the last step ended
+    ended: float  # when the last step ended and its tokens were delivered
     arrival: NDArray[np.float64]
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
-    ttft: NDArray[np.float64]  # infinite where there was no first token
-    finished: NDArray[np.float64]  # infinite where it never finished
+    ttft: NDArray[np.float64]  # infinite: no first token
+    finished: NDArray[np.float64]  # infinite: never finished
     refused: NDArray[np.bool_]
-    promised: NDArray[np.bool_]  # False: not even an idle machine could have kept it, so it was served without
-    gap_owner: NDArray[np.int64]
+    promised: NDArray[np.bool_]  # False: no TTFT target (batch, or even an idle machine would have missed it)
+    gap_owner: NDArray[np.int64]  # number of the gap's request
     gaps: NDArray[np.float64]
     steps: int
     prefill_tokens: int
@@ -84,8 +84,10 @@ def play(
     progress: Callable[[int], None] = lambda arrived: None,
     host: HostCost | None = None,
 ) -> Played:
-    """Runs a trace to its end. One step is in flight while the next is planned, as when serving; `host` is what that
-    costs beside the device (default: nothing)."""
+    """Runs a trace to its end. One step is in flight while the next is planned, as when serving.
+
+    `host` is the host time of steps, in addition to the device's (default: none).
+    """
     game = _Game(trace, scheduler, truth, targets, host or HostCost())
     while game.turn():
         progress(game.arrived)
@@ -98,9 +100,9 @@ class _Game:
         self.seconds = truth.clock()
         self.now = 0.0
         self.device_free = 0.0
-        self.awake = WAKING  # until then steps take longer, since the device had nothing to do before
-        self.api_free = 0.0  # when the tokens of all steps before have been handed out
-        self.deliveries: deque[tuple[float, float]] = deque(maxlen=4)  # when those of late were
+        self.awake = WAKING  # steps that start before this time take longer, because of an idle period before
+        self.api_free = 0.0  # when the tokens of all earlier steps are delivered
+        self.deliveries: deque[tuple[float, float]] = deque(maxlen=4)  # (begin, end) of the last steps' deliveries
         self.arrived = 0
         self.in_flight: deque[tuple[StepPlan, float, float]] = deque()
         count = len(trace.arrivals)
@@ -109,17 +111,17 @@ class _Game:
         self.ttft = np.full(count, np.inf)
         self.finished = np.full(count, np.inf)
         self.refused = np.zeros(count, np.bool_)
-        self.owner = np.zeros(scheduler.slots.size, np.int64)  # of a slot: the request's number
+        self.owner = np.zeros(scheduler.slots.size, np.int64)  # by slot: the request's number
         self.last_token = np.zeros(count)
-        self.stops = any(arrival.max_tokens for arrival in trace.arrivals)  # some end before they must
-        # Tokens to write, whatever is allowed.
+        self.stops = any(arrival.max_tokens for arrival in trace.arrivals)  # some requests end before max_tokens
+        # Remaining output tokens of each request.
         self.left = np.array([min(a.output_tokens, a.max_tokens or a.output_tokens) for a in trace.arrivals])
         self.gap_owners: list[NDArray[np.int64]] = []
         self.gaps: list[NDArray[np.float64]] = []
         self.steps = self.prefill_tokens = self.cached_tokens = self.preemptions = 0
 
     def turn(self) -> bool:
-        """Plans a step and takes the oldest in; False when all is done."""
+        """Plans a step and commits the oldest step in flight. Returns False when the trace is done."""
         self._admit_arrivals()
         plan = self.scheduler.plan(self.now)
         if plan is not None:
@@ -155,7 +157,7 @@ class _Game:
             self.now += self.host.arrival
 
     def _known_at(self, sent: float) -> float:
-        """When the engine hears of a request: the process that reads it hands out tokens first."""
+        """When the engine receives a request. The process that reads it also delivers tokens, and these go first."""
         known = sent + self.host.request
         for begun, ended in self.deliveries:
             if begun < known and ended > sent:
@@ -175,7 +177,7 @@ class _Game:
         self.preemptions += plan.preemptions
 
     def _last_rows(self, plan: StepPlan) -> list[int]:
-        """Rows of the requests that end with this step."""
+        """Rows of the requests that finish in this step."""
         rows = np.flatnonzero(plan.samples if self.stops else plan.last)
         if self.stops:
             rows = rows[self.left[self.owner[plan.slots[rows]]] == 1]
@@ -183,9 +185,9 @@ class _Game:
         return found
 
     def _note_tokens(self, plan: StepPlan) -> None:
-        """Tokens reach their clients one after the other, behind those of the step before."""
+        """Records token times. Tokens reach their clients one by one, after the tokens of the previous step."""
         owners = self.owner[plan.slots[plan.samples]]
-        if self.stops:  # the step that was in flight when a request ended brings it nothing
+        if self.stops:  # drop tokens of requests that finished while this step was in flight
             owners = owners[self.left[owners] > 0]
             self.left[owners] -= 1
         begun = max(self.now, self.api_free)

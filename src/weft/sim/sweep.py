@@ -1,8 +1,8 @@
-"""Goodput over rates: every policy, over two traces, four gap targets and two truths, at the same absolute rates.
+"""Goodput over request rates: every policy on two traces, four gap targets and two truths, at the same absolute rates.
 
-Results are lines of JSON, written as they come. What is in the file is not run again, so a sweep can be stopped at any
-time and go on later. From top to bottom: the file, the workers, the sweep. sweep_board.py and
-sweep_capacity.py say what is run, sweep_report.py makes the tables.
+Results are JSON lines, written as they arrive. A run that is in the file is not repeated, so a sweep can be stopped at
+any time and resumed later. From top to bottom: the file, the workers, the sweep. sweep_board.py and sweep_capacity.py
+choose the runs, sweep_report.py makes the tables.
 """
 
 import ast
@@ -35,10 +35,10 @@ from weft.sim.sweep_board import TRUTHS, Board, Grid, Run, Score, six_digits, us
 from weft.sim.traces import Trace, load_trace
 
 PROFILE = "h200-llama-3-8b"
-DECISIVE = ("compare.py", "simulator.py", "traces.py")  # of sim/, beside all of core/
+DECISIVE = ("compare.py", "simulator.py", "traces.py")  # files of sim/ in the scheduler hash, with all of core/
 PARTS = ("all", "peaks", "capacity")
-UNUSED = ("name", "mean", "spread", "residuals", "fidelity")  # of a profile: no run depends on them
-STALE = 1.0  # seconds between looks at the clock, and at whether the parent is still there
+UNUSED = ("name", "mean", "spread", "residuals", "fidelity")  # fields of a profile that no run depends on
+STALE = 1.0  # seconds between checks of the clock, and of whether the parent process is alive
 
 # --- the file ---
 
@@ -51,7 +51,7 @@ def header_of(profile: Profile) -> dict[str, Any]:
 
 @cache
 def scheduler_hash() -> str:
-    """Of the code that decides the outcome of a run: the core, the simulator, and how promises and traces are read."""
+    """Hash of the code that determines scores: the core, the simulator, the check of targets, the trace reader."""
     package = Path(__file__).parents[1]
     files = [*sorted((package / "core").rglob("*.py")), *(package / "sim" / name for name in DECISIVE)]
     digest = hashlib.sha256()
@@ -61,7 +61,7 @@ def scheduler_hash() -> str:
 
 
 def code_of(source: str) -> str:
-    """The code without its comments, docstrings and layout, which decide nothing; alike in every version of Python."""
+    """The code without comments, docstrings and layout; the same text in every version of Python."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
@@ -70,7 +70,7 @@ def code_of(source: str) -> str:
 
 
 def _plain(node: Any) -> Any:
-    """A tree as lists, without the fields that are empty: newer versions of Python have more of them."""
+    """A syntax tree as lists, without empty fields: newer versions of Python have more of them."""
     if isinstance(node, list):
         return [_plain(one) for one in node]
     if not isinstance(node, ast.AST):
@@ -80,7 +80,7 @@ def _plain(node: Any) -> Any:
 
 
 def read_scores(path: Path) -> tuple[dict[str, Any], list[Score], int]:
-    """The header, the scores, and how many bytes of the file they are: a last line that was cut off is left out."""
+    """The header, the scores, and the number of bytes that they take. A last line that was cut off is left out."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -99,7 +99,7 @@ def read_scores(path: Path) -> tuple[dict[str, Any], list[Score], int]:
 
 
 def open_scores(path: Path, header: Mapping[str, Any]) -> list[Score]:
-    """The scores of an earlier sweep, with the file made ready to be appended to; a new file gets the header."""
+    """The scores of an earlier sweep. Prepares the file for appending; a new file gets the header."""
     found, scores, whole = read_scores(path) if path.exists() else ({}, [], 0)
     if found and found != header:
         there, here = (", ".join(f"{name} {value}" for name, value in one.items()) for one in (found, header))
@@ -120,7 +120,7 @@ def append_scores(path: Path, scores: Iterable[Score]) -> None:
 
 
 def sort_scores(path: Path, header: Mapping[str, Any], scores: Iterable[Score]) -> None:
-    """Rewrites the file in order, so that it is the same whichever run was done first."""
+    """Rewrites the file in a fixed order, so that it does not depend on the order of the runs."""
     draft = path.with_name(path.name + ".tmp")
     lines = [score._asdict() for score in sorted(scores, key=lambda score: score.order)]
     draft.write_bytes(b"".join(map(_line, [header, *lines])))
@@ -136,11 +136,11 @@ def _line(values: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class Material:
-    """What every run needs."""
+    """Inputs that all runs share."""
 
     grid: Grid
     profile: Profile
-    traces: dict[str, Trace]  # by the names of the courses; unscaled
+    traces: dict[str, Trace]  # by the name of the course; unscaled
 
 
 def load_material(grid: Grid, folder: Path, profile: str = PROFILE) -> Material:
@@ -192,13 +192,13 @@ def score_run(run: Run, material: Material) -> list[Score]:
 
 
 def _work(pipe: "Connection[Any, Any]", material: Material) -> None:
-    """A worker: a run in, scores (or the story of a failure) out, until nothing more comes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business, which then ends us
+    """A worker process: receives a run, sends its scores or the traceback of a failure, until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and then ends the workers
     parent = os.getppid()
     try:
         while True:
             while not pipe.poll(STALE):
-                if os.getppid() != parent:  # killed; siblings hold the pipe open, so that it does not break
+                if os.getppid() != parent:  # the parent was killed; siblings hold the pipe open, so it does not break
                     return
             run = pipe.recv()
             try:
@@ -213,7 +213,7 @@ class Crew:
     """Worker processes, each with at most one run at a time."""
 
     def __init__(self, count: int, material: Material) -> None:
-        # A fork needs no second import, and there are no threads here that it could catch in the middle of something.
+        # A fork needs no second import. It is safe, because this process has no other threads.
         context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         self.workers: list[BaseProcess] = []
         self.idle: list[Connection[Any, Any]] = []
@@ -232,7 +232,7 @@ class Crew:
         self.busy[pipe] = run
 
     def results(self) -> Iterator[tuple[Run, list[Score]]]:
-        """What has come in; waits a moment for it."""
+        """Results that have arrived; waits at most STALE seconds."""
         for pipe in wait(list(self.busy), timeout=STALE):
             assert isinstance(pipe, Connection)
             run = self.busy.pop(pipe)
@@ -267,7 +267,7 @@ def sweep(
     part: str = "all",
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Runs what is wanted and not in the file yet, for at most so many seconds. Returns how many runs are left."""
+    """Runs the wanted runs that are not in the file, for at most `seconds`. Returns the number of runs that remain."""
     end = time.monotonic() + seconds
     grid = material.grid
     if part not in PARTS:
@@ -299,7 +299,7 @@ def sweep(
 
 
 def wanted_runs(board: Board, trace: str, truth: str, gap: int, part: str = "all") -> list[Run]:
-    """The runs of a part of the sweep, see PARTS, that the scores so far ask for and that are not done."""
+    """Runs of a part of the sweep (see PARTS) that the scores so far require and that are not done."""
     peaks = [] if part == "capacity" else board.wanted(trace, truth, gap)
     capacity = [] if part == "peaks" else sweep_capacity.wanted(board, trace, truth, gap)
     return list(dict.fromkeys(peaks + capacity))
@@ -311,7 +311,7 @@ def missing_runs(board: Board, part: str = "all") -> list[Run]:
 
 
 class Queue:
-    """Runs that are not done, the most useful first; each comes once, however often it is wanted."""
+    """Runs to do, the most useful first. A run is queued only once, even if it is added again."""
 
     def __init__(self, grid: Grid, only: str) -> None:
         self.grid, self.only = grid, only

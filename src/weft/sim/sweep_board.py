@@ -1,6 +1,6 @@
-"""The grid of a sweep, its runs and scores, and the runs that the search for peaks asks for.
+"""The grid of a sweep, its runs and scores, and the runs that the search for goodput peaks needs.
 
-From top to bottom: the grid and its runs; the board of all scores so far, which says what is to be run next.
+From top to bottom: the grid and its runs; the board of all scores so far, which chooses the next runs.
 """
 
 import math
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-COARSE, FINE = 1.15, 1.03  # ratios of neighbouring rates, on the grid and near a peak
+COARSE, FINE = 1.15, 1.03  # ratio of neighbouring rates: on the grid, and near a peak
 DISTURBED = {"bias": 0.1, "noise": 0.05, "seed": 0}
 TRUTHS: dict[str, dict[str, Any]] = {"exact": {}, "disturbed": DISTURBED}
-FALLEN = 0.1  # of the peak: what a policy that refuses nobody keeps once it is drowned
-BEATEN = 0.8  # of slo's peak: at rates below this, and so with goodput below it, nobody is a match for slo
-OVERLOAD = 1.5  # times the rate of slo's peak
+FALLEN = 0.1  # share of its peak goodput: below it, a policy without refusals has collapsed under overload
+BEATEN = 0.8  # share of slo's peak: goodput is at most the rate, so at rates below this no policy comes near slo
+OVERLOAD = 1.5  # overload test: this multiple of the rate of slo's peak
 
 # --- the grid and its runs ---
 
 
 @dataclass(frozen=True)
 class Course:
-    """A trace of the sweep: its promises in seconds, and its rates, which are COARSE**lowest to COARSE**highest."""
+    """A trace of the sweep: its TTFT targets in seconds, and its rates COARSE**lowest to COARSE**highest."""
 
     name: str
     file: str
@@ -31,12 +31,12 @@ class Course:
     highest: int
 
 
-# Goodput is never above the rate, so that below the lowest rate no policy has more goodput than that rate; it is far
-# below what slo reaches, and slower arrivals make the longest runs of all. The high ends are where the offered prefill
-# work alone is about twice what the device can do in the time (the profile's seconds for each token and pair, in steps
-# that are bound by arithmetic, over the seconds of arrivals). For Azure that is the case at x17.6, and 1.15**20 is
-# x16.4 (1.9 times); for Mooncake at x1.24 if nothing were cached and at x1.74 with an unlimited prefix cache, and
-# 1.15**4 is x1.75 (2.8 and 2.0 times).
+# Lowest rate: goodput is never above the rate, so below the lowest rate no policy has more goodput than that rate,
+# which is far below slo's goodput. Slower arrivals would also make the longest runs.
+# Highest rate: the offered prefill work alone is about twice what the device can do (the profile's seconds for each
+# token and pair, in compute-bound steps, divided by the seconds of arrivals). Azure reaches 2 times at x17.6;
+# 1.15**20 is x16.4 (1.9 times). Mooncake reaches 2 times at x1.24 without any caching and at x1.74 with an unlimited
+# prefix cache; 1.15**4 is x1.75 (2.8 and 2.0 times).
 COURSES = (
     Course("azure", "AzureLLMInferenceTrace_conv.csv", 1.0, 0.0, lowest=3, highest=20),
     Course("mooncake", "mooncake_conversation_trace.jsonl", 1.0, 0.25, lowest=-9, highest=4),
@@ -45,7 +45,7 @@ COURSES = (
 
 @dataclass(frozen=True)
 class Grid:
-    """What is swept."""
+    """All dimensions of the sweep: traces, truths, gap targets, chunk sizes."""
 
     courses: tuple[Course, ...] = COURSES
     truths: tuple[str, ...] = tuple(TRUTHS)
@@ -73,7 +73,7 @@ class Grid:
         return [coarse_scale(step) for step in range(course.lowest, course.highest + 1)]
 
     def groups(self) -> Iterator[tuple[str, str, int]]:
-        """Trace, truth and gap target: what the rows of different policies have in common."""
+        """Yields (trace, truth, gap target): policies are compared within one such group."""
         for truth in self.truths:
             for course in self.courses:
                 for gap in self.gaps_ms:
@@ -90,7 +90,7 @@ class Grid:
 
 
 def is_plain(policy: str) -> bool:
-    """Whether a policy looks at no targets, so that one run tells about all of them."""
+    """Whether a policy ignores targets, so that one run can be scored for all gap targets."""
     return not policy.startswith("slo")
 
 
@@ -109,7 +109,7 @@ class Run(NamedTuple):
     trace: str
     truth: str
     policy: str
-    gap_ms: int | None  # None under a plain policy: it is scored for all of them
+    gap_ms: int | None  # None for a plain policy: the run is scored for all gap targets
     scale: float
 
     @classmethod
@@ -118,7 +118,7 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What --only looks into."""
+        """The name that --only is matched against."""
         return f"{self.trace}/{self.truth}/{self.policy}/" + ("" if self.gap_ms is None else f"{self.gap_ms}ms")
 
     def gaps(self, grid: Grid) -> tuple[int, ...]:
@@ -126,21 +126,21 @@ class Run(NamedTuple):
 
 
 class Score(NamedTuple):
-    """One line of the file: what one run says about one gap target."""
+    """One line of the file: the result of one run for one gap target."""
 
     trace: str
     truth: str
     policy: str
-    scale: float  # times the trace's own rate
-    rate_rps: float  # requests in a second
+    scale: float  # multiple of the trace's original rate
+    rate_rps: float  # requests per second
     gap_ms: int
-    kept: int  # promises
-    goodput_rps: float  # kept promises in a second of arrivals
+    kept: int  # requests that met their targets
+    goodput_rps: float  # requests that met their targets, per second of arrivals
     refused: int
     preemptions: int
     requests: int
-    kept_tokens: float | None = None  # share of the tokens offered, of prompts and outputs, in requests that were kept
-    longest_gap_ms: float | None = None  # of any request
+    kept_tokens: float | None = None  # share of all prompt and output tokens that belong to kept requests
+    longest_gap_ms: float | None = None  # over all requests
 
     @property
     def row(self) -> Row:
@@ -148,7 +148,7 @@ class Score(NamedTuple):
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Where it stands in the finished file."""
+        """Sort key in the finished file."""
         kind, _, chunk = self.policy.partition(":")
         return (self.trace, self.truth, kind, int(chunk or 0), self.gap_ms, self.scale)
 
@@ -159,12 +159,12 @@ def six_digits(value: float) -> float:
 
 @cache
 def coarse_scale(step: int) -> float:
-    """A rate of the grid. What is written is what was run, to the digit, whatever the machine's last bit."""
+    """A rate of the grid, rounded to six digits: the file then holds exactly the rate that was run, on any machine."""
     return six_digits(COARSE**step)
 
 
 def fine_scales(low: float, high: float) -> list[float]:
-    """The powers of FINE strictly between two scales: one grid for all policies."""
+    """The powers of FINE strictly between two scales. All policies share this grid."""
     first, last = (math.floor(math.log(end) / math.log(FINE)) for end in (low, high))
     scales = (six_digits(FINE**step) for step in range(first, last + 2))
     return [scale for scale in scales if low < scale < high]
@@ -176,18 +176,18 @@ def fine_scale_from(least: float) -> float:
 
 
 def usefulness(grid: Grid, run: Run) -> tuple[Any, ...]:
-    """Sorts runs so that a sweep that is killed has done what matters most.
+    """Sort key of runs: the most useful first, so that a sweep that is killed early has done the most important ones.
 
-    One truth with all policies makes a table, two halves make none, so the exact one comes first; in it what is
-    compared most closely. Among equals long runs go first, so that no worker is left alone with one at the end: slow
-    arrivals and small chunks make many steps.
+    All policies under one truth make a table, two halves do not, so the exact truth comes first. Within a truth, the
+    policies that are compared most closely (slo and the ablated chunks) come first. Then long runs come first, so that
+    no worker is still busy alone at the end: slow arrivals and small chunks make many steps.
     """
     chunk = run.policy.partition(":")[2]
     steps = grid.duration / run.scale * (1 + 64 / int(chunk or 8192))
     return (grid.truths.index(run.truth), is_plain(run.policy), -steps, run.name)
 
 
-# --- what is known, and what that makes wanted ---
+# --- scores so far, and the runs that they require ---
 
 
 class Board:
@@ -215,12 +215,12 @@ class Board:
         return all(run.scale in self.row(row) for row in rows)
 
     def peak_search(self, row: Row) -> tuple[list[float], float | None]:
-        """The rates of the grid that the search for a peak has run, in its order, and the next; None when it is done.
+        """The grid rates that the peak search has run, in its order, and the next rate; None when the search is done.
 
-        Goodput is never above the rate. So a policy that refuses is run from the highest rate down, as far as the rate
-        exceeds its best goodput so far, and an ablated chunk also only as far as the rate exceeds BEATEN times slo's
-        peak. A policy that refuses nobody is run from the lowest rate up, until it has fallen. Other rates, that were
-        run to find the capacity, change nothing here.
+        Goodput is never above the rate. So a policy with refusals is run from the highest rate down, while the rate
+        exceeds its best goodput so far. An ablated chunk also stops when the rate is no longer above BEATEN times slo's
+        peak. A policy without refusals is run from the lowest rate up, until it has fallen. Rates that were run only
+        for the capacity search are ignored here.
         """
         if is_plain(row.policy):
             done, fallen = self._until_fallen(row.trace, row.truth, row.policy)
@@ -239,9 +239,9 @@ class Board:
         return done, None
 
     def _until_fallen(self, trace: str, truth: str, policy: str) -> tuple[list[float], bool]:
-        """The lowest rates of the grid, up to the first that was not run or to where a plain policy has fallen.
+        """Grid rates of a plain policy from the lowest up to where it has fallen or was not run; whether it has fallen.
 
-        It has fallen when, at two rates in a row, it kept next to nothing of its peak under any gap target.
+        It has fallen when, at two rates in a row, its goodput is below FALLEN of its peak (or 0) for every gap target.
         """
         rows = [self.row(Row(trace, truth, policy, gap)) for gap in self.grid.gaps_ms]
         best = [0.0] * len(rows)
@@ -257,27 +257,27 @@ class Board:
         return done, False
 
     def has_fallen(self, trace: str, truth: str, policy: str) -> bool:
-        """Whether a plain policy kept next to nothing of its peak at two rates in a row, under any gap target."""
+        """Whether a plain policy's goodput has fallen (see `_until_fallen`)."""
         return self._until_fallen(trace, truth, policy)[1]
 
     def is_complete(self, row: Row) -> bool:
-        """Whether all rates of the grid that matter were run; an ablated chunk's are known when slo's are."""
+        """Whether the peak search is complete. For an ablated chunk, slo's search must be complete too."""
         waits = not is_plain(row.policy) and row.policy != "slo" and not self.is_complete(row._replace(policy="slo"))
         done, following = self.peak_search(row)
         return bool(done) and not waits and following is None
 
     def unit(self, trace: str) -> float:
-        """Requests in a second at the trace's own rate."""
+        """Requests per second at the trace's original rate."""
         return self._units[trace]
 
     def coarse_peak(self, row: Row) -> Score | None:
-        """The highest goodput on the grid; None while rates that might be higher are missing."""
+        """The highest goodput on the grid; None while the peak search is not complete."""
         if not self.is_complete(row):
             return None
         return highest(self.row(row)[scale] for scale in self.peak_search(row)[0])
 
     def best_of(self, policies: Sequence[str], trace: str, truth: str, gap: int) -> str | None:
-        """The policy with the highest peak on the grid; None while rates of any of them are missing."""
+        """The policy with the highest peak on the grid; None while the search of any policy is not complete."""
         peaks = [self.coarse_peak(Row(trace, truth, policy, gap)) for policy in policies]
         found = [peak for peak in peaks if peak is not None]
         return highest(found).policy if found and len(found) == len(peaks) else None
@@ -285,7 +285,8 @@ class Board:
     def near_peaks(self, trace: str, truth: str, gap: int) -> dict[str, set[float]]:
         """For slo, the best ablated and the best plain chunk: finer rates between the neighbours of the peak.
 
-        Those of slo and of the best ablated chunk are run under both, so that their peaks are compared at equal rates.
+        slo and the best ablated chunk both run the fine rates of either, so that their peaks are compared at equal
+        rates.
         """
         near: dict[str, set[float]] = {}
         ablated = self.best_of(self.grid.ablated, trace, truth, gap)
@@ -298,10 +299,9 @@ class Board:
         return near
 
     def peak(self, row: Row) -> Score | None:
-        """The highest goodput that was found; None before the search for it has begun.
+        """The highest goodput found; None before the peak search has begun.
 
-        slo's is looked for where the others' is: the point that was run to see what becomes of it in overload is not
-        one of them.
+        For slo, only the rates of the peak search and the finer rates near the peak count: the overload test does not.
         """
         scores = self.row(row) if self.peak_search(row)[0] else {}
         if row.policy == "slo":
@@ -311,7 +311,7 @@ class Board:
         return highest(scores.values()) if scores else None
 
     def overload_scale(self, trace: str, truth: str, gap: int) -> float | None:
-        """Where slo is run at OVERLOAD times the rate of its peak; None before the peak is known."""
+        """The scale of slo's overload test, OVERLOAD times the scale of its peak; None before the peak is known."""
         row = Row(trace, truth, "slo", gap)
         near = self.near_peaks(trace, truth, gap).get("slo")
         if (
@@ -324,7 +324,7 @@ class Board:
         return None if peak is None else fine_scale_from(OVERLOAD * peak.scale)
 
     def wanted(self, trace: str, truth: str, gap: int) -> list[Run]:
-        """The runs that the scores so far ask for and that are not done."""
+        """Runs that the scores so far require and that are not done."""
         points = []
         for policy in self.grid.policies:
             scale = self.peak_search(Row(trace, truth, policy, gap))[1]
@@ -337,16 +337,16 @@ class Board:
         return [run for run in runs if not self.has(run)]
 
     def missing(self) -> list[Run]:
-        """Everything that is wanted by now and not done."""
+        """Wanted runs of all groups that are not done."""
         return list(dict.fromkeys(run for group in self.grid.groups() for run in self.wanted(*group)))
 
 
 def _neighbours(scales: Sequence[float], scale: float) -> tuple[float, float]:
-    """Those on both sides; at an end of the grid, the end itself: nobody looks for a peak where others were not run."""
+    """The scales on both sides; at an end of the grid, the end itself, because no policy is run beyond it."""
     index = scales.index(scale)
     return scales[max(index - 1, 0)], scales[min(index + 1, len(scales) - 1)]
 
 
 def highest(scores: Iterable[Score]) -> Score:
-    """The highest goodput; of equal ones that at the lowest rate."""
+    """The score with the highest goodput; among equals, the one at the lowest rate."""
     return max(scores, key=lambda score: (score.goodput_rps, -score.scale))

@@ -1,14 +1,15 @@
-"""Capacity: the highest rate at which a given share of all requests keep both promises. As DistServe defines goodput.
+"""Capacity: the highest rate at which a given share of all requests meet both targets. DistServe calls this goodput.
 
-A refused request is a broken one, and a run goes on until the last token has come. So decodes that are put off count,
-and beyond the share that may be broken, refusing the expensive requests does not raise the capacity.
+A refused request counts as missed, and a run goes on until the last token. So delayed decodes count, and refusing
+expensive requests does not raise the capacity beyond the share that may be missed.
 
-The share that is kept may fall and rise again as the rate grows. Therefore capacity is the highest rate that was run
-such that it, and every lower rate that was run, keeps the share. `capacity` says so from the scores; `wanted` says
-which runs are still needed to know it to within FINE.
+The kept share may fall and rise again as the rate grows. Therefore capacity is the highest rate that was run such that
+it, and every lower rate that was run, keeps the share. `capacity` computes it from the scores. `wanted` returns the
+runs that are still needed to know it to within FINE.
 
-The search is a bisection on the grid of peaks, extended downwards, and then between two rates of the grid. It looks
-at its own rates only, so that a sweep that was stopped runs the same rates as one that was not.
+The search is a bisection on the grid of the peak search, extended to lower rates, and then between two rates of the
+grid. It looks only at the rates of this bisection, so that a sweep that was stopped runs the same rates as one that
+was not.
 """
 
 import math
@@ -19,18 +20,18 @@ from typing import NamedTuple
 
 from weft.sim.sweep_board import FINE, Board, Grid, Row, Run, Score, coarse_scale, fine_scales
 
-SHARES = (0.99, 0.9)  # of all requests; the higher first, whose runs tell something about the lower
+SHARES = (0.99, 0.9)  # of all requests; the higher first, because its runs also help for the lower
 BELOW = 10  # steps of COARSE below the lowest rate of the grid: to about a quarter of it
-TOKENS_PER_MS = 20  # of prompts, roughly, on the profile's device: only decides which chunk is tried first
+TOKENS_PER_MS = 20  # rough prefill speed of the profile's device: only decides which chunk is tried first
 
-Keeps = Callable[[str, float], bool]  # of a policy and a scale: whether the share is kept there
+Keeps = Callable[[str, float], bool]  # (policy, scale): whether the share is kept there
 
 
 class Capacity(NamedTuple):
-    """Between two rates: the highest that keeps the share as all below it do, and the lowest that does not."""
+    """Capacity lies between two rates: the highest one up to which all rates keep the share, and the next one run."""
 
     kept: Score | None  # None: not even the lowest rate that was run keeps the share
-    broken: Score | None  # None: all rates that were run keep it
+    broken: Score | None  # None: all rates that were run keep the share
 
     @property
     def rate_rps(self) -> float:
@@ -38,7 +39,7 @@ class Capacity(NamedTuple):
 
     @property
     def limit_rps(self) -> float:
-        """It is below this rate."""
+        """Capacity is below this rate."""
         return math.inf if self.broken is None else self.broken.rate_rps
 
     @property
@@ -49,7 +50,7 @@ class Capacity(NamedTuple):
 
     @property
     def is_fine(self) -> bool:
-        """Whether the two rates are neighbours in the search; scales have six digits."""
+        """Whether the two rates are neighbours on the fine grid. The tolerance covers scales rounded to six digits."""
         if self.kept is None or self.broken is None:
             return True
         return self.broken.scale <= self.kept.scale * FINE * 1.0001
@@ -60,7 +61,7 @@ def keeps(score: Score, share: float) -> bool:
 
 
 def capacity(scores: Iterable[Score], share: float) -> Capacity | None:
-    """Of one policy, from all its scores for one trace, truth and gap target; None without any."""
+    """Capacity of one policy from all its scores for one trace, truth and gap target; None without scores."""
     kept = None
     for score in sorted(scores, key=lambda score: score.scale):
         if not keeps(score, share):
@@ -72,14 +73,14 @@ def capacity(scores: Iterable[Score], share: float) -> Capacity | None:
 def best_capacity(
     board: Board, policies: Sequence[str], trace: str, truth: str, gap: int, share: float
 ) -> Capacity | None:
-    """The highest of several policies; where none keeps the share, that of which least is known."""
+    """The highest capacity of several policies. If no policy keeps the share, the one with the highest upper bound."""
     rows = (board.row(Row(trace, truth, policy, gap)).values() for policy in policies)
     found = [one for one in (capacity(row, share) for row in rows) if one is not None]
     return max(found, key=lambda one: (one.rate_rps, one.limit_rps), default=None)
 
 
 def wanted(board: Board, trace: str, truth: str, gap: int) -> list[Run]:
-    """The runs that the search for capacities needs next: at most one for each family of policies."""
+    """The next runs of the capacity search: at most one for each family of policies."""
     runs = []
     for family in families(board.grid, gap):
         try:
@@ -90,7 +91,8 @@ def wanted(board: Board, trace: str, truth: str, gap: int) -> list[Run]:
 
 
 def families(grid: Grid, gap: int) -> list[list[str]]:
-    """Policies of which the best counts, the likely one first: slo, the ablated chunks, the plain ones, monolithic."""
+    """Groups of policies: slo, ablated chunks, plain chunks, monolithic. The best of a group counts; the likely best
+    comes first."""
 
     def distance(policy: str) -> float:
         likely, chunk = TOKENS_PER_MS * gap, int(policy.partition(":")[2])
@@ -106,14 +108,14 @@ def ladder(grid: Grid, trace: str) -> list[float]:
 
 
 class _Needed(Exception):
-    """A search has come to a rate that was not run."""
+    """Raised when a search needs the score of a rate that was not run."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
 
 def _search_family(board: Board, policies: Sequence[str], trace: str, truth: str, gap: int) -> None:
-    """Finds the best policy for every share, as if all scores were there; raises _Needed at the first that is not."""
+    """Finds the best policy for every share. Raises _Needed at the first score that is missing."""
     rejected: Mapping[str, float] = {}
     for share in SHARES:
 
@@ -125,7 +127,7 @@ def _search_family(board: Board, policies: Sequence[str], trace: str, truth: str
 
         best = find_best(policies, kept, ladder(board.grid, trace), rejected)
         rejected = best.rejected
-        policies = sorted(policies, key=lambda policy: policy != best.policy)  # it is likely to win again
+        policies = sorted(policies, key=lambda policy: policy != best.policy)  # the best one is likely to win again
 
 
 class Best(NamedTuple):
@@ -133,15 +135,16 @@ class Best(NamedTuple):
 
     policy: str
     scale: float | None  # None: no policy keeps the share even at the lowest rate
-    rejected: dict[str, float]  # of policies that were run just above the best so far, and failed: that rate
+    rejected: dict[str, float]  # policies that failed just above the best rate so far, with that rate
 
 
 def find_best(
     policies: Sequence[str], kept: Keeps, rates: Sequence[float], failed: Mapping[str, float] = MappingProxyType({})
 ) -> Best:
-    """The policy with the highest capacity. One that fails just above the best so far takes one run.
+    """The policy with the highest capacity. A policy that fails just above the best rate so far costs only one run.
 
-    `failed` are rates at which policies failed to keep a higher share; they may have failed to keep this one too.
+    `failed` holds rates at which policies failed to keep a higher share. If they failed this share there too, the run
+    is saved.
     """
     first, *others = policies
     best, rejected = Best(first, search(partial(kept, first), rates), {}), {}
@@ -161,7 +164,7 @@ def find_best(
 
 
 def search(kept: Callable[[float], bool], rates: Sequence[float]) -> float | None:
-    """The highest rate that is kept, by bisection on the grid and then between two of its rates; None if none is."""
+    """The highest rate that keeps the share, by bisection on the grid and then between two grid rates; None if none."""
     low = _bisect(kept, rates)
     if low is None or low == rates[-1]:
         return low
@@ -170,7 +173,7 @@ def search(kept: Callable[[float], bool], rates: Sequence[float]) -> float | Non
 
 
 def _bisect(kept: Callable[[float], bool], rates: Sequence[float]) -> float | None:
-    """The highest rate that is kept, if all below it are; None if none is."""
+    """The highest rate that keeps the share, if all lower rates do too; None if no rate does."""
     low, high = -1, len(rates)
     while high - low > 1:
         middle = (low + high) // 2

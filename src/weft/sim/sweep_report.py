@@ -1,4 +1,4 @@
-"""What a sweep says: the tables and the claims as a document, every number from the scores."""
+"""The report of a sweep: a document with tables and claims. Every number comes from the scores."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,13 +27,13 @@ from weft.sim.sweep_capacity import BELOW, Capacity
 
 SHARES = tuple(sorted(sweep_capacity.SHARES))
 
-# What is claimed, and about which trace the third claim is.
+# Thresholds of the four claims, and the trace of the third.
 NEAR_BEST, FIXED_FALLS, WIN, HOLDS_UP = 0.99, 0.8, 1.25, 0.9
 WIN_TRACE = "mooncake"
 
 
 def write_report(path: Path, table: Path, grid: Grid) -> None:
-    """The tables and the claims as a document, from the scores in a file."""
+    """Writes the tables and the claims to `table`, from the scores in the file `path`."""
     header, scores, _ = read_scores(path)
     if not scores:
         raise OptionError(f"{path} has no scores yet; run the sweep without --report first")
@@ -64,7 +64,7 @@ def report_text(file: str, header: Mapping[str, Any], board: Board) -> str:
 
 
 class Findings:
-    """What the scores say about one trace, truth and gap target."""
+    """Results for one trace, truth and gap target."""
 
     def __init__(self, board: Board, trace: str, truth: str, gap: int) -> None:
         self.trace, self.truth, self.gap = trace, truth, gap
@@ -84,12 +84,12 @@ class Findings:
         return highest(peaks) if peaks else None
 
     def over_best(self, policy: str) -> float | None:
-        """A policy's peak, or the most that it could be, over the best of any."""
+        """Upper bound of a policy's peak (see `most`), divided by the best peak of any policy."""
         best, most = self.best(self.grid.policies), self.most(policy)
         return None if best is None or most is None else most / max(best.goodput_rps, 1e-12)
 
     def most(self, policy: str) -> float | None:
-        """The highest goodput that a policy can have: its peak, or the highest rate below those of its search."""
+        """Upper bound of a policy's goodput: its peak, or the highest grid rate below the rates of its search."""
         peak = self.peaks.get(policy)
         if peak is None or not self.searched[policy]:
             return None
@@ -104,13 +104,13 @@ class Findings:
         return self._over_most(self.grid.fixed)
 
     def _over_most(self, policies: Sequence[str]) -> float | None:
-        """slo's peak over the most that any of these can have."""
+        """slo's peak divided by the highest upper bound among these policies."""
         most = [found for policy in policies if (found := self.most(policy)) is not None]
         peak = self.peaks.get("slo")
         return None if peak is None or not most else peak.goodput_rps / max(max(most), 1e-12)
 
     def least_over_ablated(self) -> float | None:
-        """slo over the best ablated chunk, chosen anew at every rate that both were run at: the smallest."""
+        """The smallest ratio, over common rates, of slo's goodput to that of the best ablated chunk at that rate."""
         ratios = []
         for scale, score in self.scores["slo"].items():
             there = [self.scores[policy][scale] for policy in self.grid.ablated if scale in self.scores[policy]]
@@ -122,7 +122,7 @@ class Findings:
         return None if scale is None else ratio(self.scores["slo"].get(scale), self.peaks.get("slo"))
 
     def capacity(self, policies: Sequence[str], share: float) -> Capacity | None:
-        """The highest of these policies."""
+        """The highest capacity among these policies."""
         return sweep_capacity.best_capacity(self.board, policies, self.trace, self.truth, self.gap, share)
 
     def is_at_an_end(self, peak: Score) -> bool:
@@ -131,7 +131,7 @@ class Findings:
 
 
 def ratio(one: Score | None, other: Score | None) -> float | None:
-    """Of goodputs; None where one is not known, and 1 where both are nothing."""
+    """Ratio of two goodputs; None if one is not known, 1 if both are 0."""
     if one is None or other is None:
         return None
     if not other.goodput_rps:
@@ -140,7 +140,7 @@ def ratio(one: Score | None, other: Score | None) -> float | None:
 
 
 class Ratio(NamedTuple):
-    """Of two capacities, with a sign where one is only known to be below or above a rate."""
+    """Ratio of two capacities. The sign says that one of them is only known to be below or above a rate."""
 
     value: float
     sign: str = ""
@@ -150,7 +150,7 @@ class Ratio(NamedTuple):
 
 
 def capacity_ratio(one: Capacity | None, other: Capacity | None) -> Ratio | None:
-    """None where one is not known, or both are beyond the same end of the rates."""
+    """Ratio of two capacities; None if one is not known, or if both lie beyond the same end of the rates."""
     if one is None or other is None:
         return None
     if (one.kept is None and other.kept is None) or (one.broken is None and other.broken is None):
@@ -203,7 +203,7 @@ The first {grid.duration:g} s of each trace are played:
 
 
 def _scheduler_note(header: Mapping[str, Any]) -> str:
-    """A warning where the figures are not of the code that writes the report."""
+    """A warning if the scores come from another version of the scheduler than the code that writes the report."""
     there, here = header.get("scheduler"), scheduler_hash()
     if there == here:
         return ""
@@ -232,7 +232,7 @@ def _truth_text(truth: str) -> str:
 
 
 def _capacity_table(groups: Sequence[Findings]) -> str:
-    """Requests/s, for every gap target and share."""
+    """Capacities in requests/s, for every gap target and share."""
     heads = (
         "trace, gap, kept",
         "slo",
@@ -279,7 +279,7 @@ def _capacity_text(found: Capacity | None) -> str:
 
 
 def _there_text(found: Capacity | None) -> str:
-    """What an old line does not say is a dash."""
+    """Share of kept tokens and longest gap at the capacity; a dash if an old score lacks them."""
     score = None if found is None else found.kept
     if score is None or score.kept_tokens is None or score.longest_gap_ms is None:
         return "-"
@@ -287,7 +287,7 @@ def _there_text(found: Capacity | None) -> str:
 
 
 def _capacity_summary(groups: Sequence[Findings]) -> list[str]:
-    """The range of slo's capacity over the best chunks', for each share, over rows where slo's is known."""
+    """For each share: the range of slo's capacity divided by the best chunk's, over rows where slo's is known."""
     lines = []
     for share in SHARES:
         texts = []
@@ -305,7 +305,7 @@ def _capacity_summary(groups: Sequence[Findings]) -> list[str]:
 
 
 def _flood_text(groups: Sequence[Findings]) -> str:
-    """What the peaks are: how much of what was offered slo keeps there."""
+    """Explains peaks: which share of the offered requests and tokens slo keeps at its peaks."""
     peaks = [one.peaks["slo"] for one in groups if "slo" in one.peaks]
     text = (
         "A peak is no capacity. Its rate is the one that suits goodput best, however many requests are refused or late "
@@ -376,7 +376,7 @@ def _least(pairs: Iterable[tuple[float | None, str]]) -> tuple[float, str] | Non
 
 
 def _claims(groups: Sequence[Findings], grid: Grid) -> list[str]:
-    """Each claim with what the scores say to it, for each truth."""
+    """Each claim with its verdict from the scores, for each truth."""
     claims: list[tuple[str, Callable[[str, list[Findings]], str]]] = [
         (
             f"`slo`, never tuned, has at least {NEAR_BEST} times the goodput of the best ablated chunk on every row.",
@@ -416,7 +416,7 @@ def _near_claim(truth: str, groups: list[Findings]) -> str:
 
 
 def _fixed_claim(truth: str, groups: list[Findings]) -> str:
-    """The steadiest chunk: that which does best where it does worst."""
+    """Verdict on the steadiest chunk: the chunk with the best worst row."""
     worst = []
     for policy in (*groups[0].grid.fixed, *groups[0].grid.ablated):
         found = _worst_row(groups, truth, policy)

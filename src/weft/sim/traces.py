@@ -1,4 +1,4 @@
-"""Traces of real requests: when they came, how long they were, and which prefixes they share."""
+"""Traces of real requests: arrival times, lengths, and shared prefixes."""
 
 import csv
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from weft.errors import OptionError
 
-MOONCAKE_BLOCK = 512  # tokens behind one of its hash_ids
+MOONCAKE_BLOCK = 512  # tokens per entry of hash_ids
 MOONCAKE_BIN = 3.0  # seconds: its timestamps are multiples of this
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -22,18 +22,18 @@ class Arrival:
     time: float  # seconds from the start of the trace
     prompt_tokens: int
     output_tokens: int
-    prefix_ids: tuple[int, ...] = ()  # equal ids at equal places mean equal blocks of MOONCAKE_BLOCK tokens
+    prefix_ids: tuple[int, ...] = ()  # equal ids at equal indices mean equal blocks of MOONCAKE_BLOCK tokens
     tenant: str = ""
     batch: bool = False
-    max_tokens: int = 0  # most that may be written, where the scheduler is not told of output_tokens; 0: it is
+    max_tokens: int = 0  # limit that the scheduler sees instead of output_tokens; 0: it sees output_tokens
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Requests of a trace that are not played, as they are longer than the context."""
+    """Requests of a trace that are left out because they are longer than the context."""
 
     count: int
-    of: int  # requests that the trace had
+    of: int  # all requests of the trace
     longest: int  # tokens of prompt and output
     context: int  # tokens
 
@@ -47,11 +47,11 @@ class LeftOut:
 @dataclass(frozen=True)
 class Trace:
     name: str
-    arrivals: tuple[Arrival, ...]  # by time
+    arrivals: tuple[Arrival, ...]  # sorted by time
     was_unsorted: bool = False
 
     def first(self, seconds: float) -> "Trace":
-        """What came within the first seconds."""
+        """The arrivals of the first `seconds`."""
         return replace(self, arrivals=tuple(arrival for arrival in self.arrivals if arrival.time < seconds))
 
     def scaled(self, rate: float) -> "Trace":
@@ -59,7 +59,7 @@ class Trace:
         return replace(self, arrivals=tuple(replace(arrival, time=arrival.time / rate) for arrival in self.arrivals))
 
     def fitting(self, context: int) -> tuple["Trace", "LeftOut | None"]:
-        """The trace without the requests that are longer than `context` tokens, and what was left out."""
+        """The trace without requests longer than `context` tokens, and a count of the left-out ones."""
         lengths = [arrival.prompt_tokens + arrival.output_tokens for arrival in self.arrivals]
         longest = max(lengths, default=0)
         if longest <= context:
@@ -77,7 +77,7 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """A trace by its file's ending: Azure's CSV, or Mooncake's JSON lines."""
+    """Loads a trace: Mooncake's JSON lines if the file ends in .jsonl, else Azure's CSV."""
     try:
         text = path.read_text(encoding="utf-8")
         arrivals = _read_mooncake(text) if path.suffix == ".jsonl" else _read_azure(text)
@@ -134,7 +134,7 @@ def _mooncake_arrival(row: object) -> Arrival:
 
 
 def _spread(arrivals: list[Arrival]) -> list[Arrival]:
-    """Requests that carry the same timestamp, spread evenly over the bin that it stands for."""
+    """Spreads requests with the same timestamp evenly over the time bin that the timestamp stands for."""
     moments: dict[float, int] = {}
     for arrival in arrivals:
         moments[arrival.time] = moments.get(arrival.time, 0) + 1

@@ -1,4 +1,4 @@
-"""Invented traffic: arrivals and lengths drawn from distributions, the same for the same seed.
+"""Synthetic traffic: arrivals and lengths drawn from distributions. The same seed gives the same traffic.
 
 A workload is one line, such as `gamma:rate=5,cv=3,prompt=lognormal:1000:1.0,output=uniform:50:400,duration=600`.
 """
@@ -21,9 +21,9 @@ LENGTHS = {
     "exponential": ("MEAN",),
 }
 LENGTH_FORMS = ", ".join(":".join((kind, *names)) for kind, names in LENGTHS.items())
-MOST_ARRIVALS = 10_000_000  # more is a slip of the keyboard, not a workload
+MOST_ARRIVALS = 10_000_000  # more is a typing error, not a workload
 MOST_TOKENS = 1_000_000_000  # likewise
-LEAST_CV, MOST_CV = 0.01, 100.0  # beyond: arrivals like a clock's, or all in a few bursts, of which a trace shows none
+LEAST_CV, MOST_CV = 0.01, 100.0  # no trace is outside: below, arrivals are like a clock's; above, all in a few bursts
 Numbers = NDArray[np.float64]
 
 
@@ -46,18 +46,18 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a line of text asks for. Gaps between arrivals follow a gamma distribution; Poisson is the one with cv 1."""
+    """A parsed workload. Gaps between arrivals follow a gamma distribution; a cv of 1 is Poisson."""
 
     name: str
-    rate: float  # requests in a second, on average
+    rate: float  # mean requests per second
     cv: float  # burstiness: standard deviation of the gaps between arrivals over their mean
     prompt: Lengths
     output: Lengths
     duration: float  # seconds
 
     def trace(self, seed: int, context: int) -> Trace:
-        """The arrivals; a prompt and its output are cut so that both fit into `context` tokens."""
-        # Every part has a generator of its own, so that other lengths leave the arrivals as they are.
+        """The arrivals. Prompts and outputs are cut so that both fit into `context` tokens."""
+        # Each part has a separate generator, so that a change of lengths does not change the arrivals.
         times, prompts, outputs = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(3))
         moments = self._moments(times)
         if not len(moments):
@@ -71,7 +71,7 @@ class Workload:
         return Trace(self.name, tuple(Arrival(*row) for row in rows))
 
     def _moments(self, rng: np.random.Generator) -> Numbers:
-        """When requests come, in seconds; the first one comes a gap after the start."""
+        """Arrival times in seconds. The first request comes one gap after the start."""
         shape = self.cv**-2
         moments = np.empty(0)
         last = 0.0

@@ -1,1 +1,1 @@
-"""Text on both sides of the model: tokenizer, streaming detokenizer, stop strings and chat templates; no tensors."""
+"""Text before and after the model: tokenizer, streaming detokenizer, stop strings and chat templates; no tensors."""

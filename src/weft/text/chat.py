@@ -1,9 +1,9 @@
-"""Chat templates: owns how messages become a prompt.
+"""Chat templates: turn messages into a prompt.
 
 The template comes with the model, so it runs in a sandbox and sees plain JSON data only. The time of one rendering and
-the length of its text are bounded. A single expression is not: one that makes a huge value (a text times a billion) is
-left to the trial that a server makes at its start, in a process that can be killed. The prompt that comes out holds
-its special tokens already: encode it with `add_special_tokens=False`.
+the length of its text are bounded. A single expression is not bounded. An expression with a huge value (a text times a
+billion) is only caught by the trial at server startup, which runs in a process that can be killed. The rendered prompt
+already contains its special tokens: encode it with `add_special_tokens=False`.
 """
 
 import json
@@ -30,8 +30,8 @@ from weft.files import read_json
 from weft.text.tokenizer import one_line, read_special_tokens
 
 Message = dict[str, Any]
-MOST_SECONDS = 5.0  # of processor time for one rendering: a chat of 30,000 messages takes 0.14 on one core
-MOST_TEXT = 1 << 26  # characters of one prompt: many times what any model can read
+MOST_SECONDS = 5.0  # seconds of CPU time for one rendering; a chat of 30,000 messages takes 0.14 s on one core
+MOST_TEXT = 1 << 26  # characters of one prompt: many times more than any model can read
 
 
 class RunawayError(RequestError):
@@ -49,8 +49,8 @@ class ChatTemplate:
     ):
         """`special_tokens` are variables of the template, as in {"bos_token": "<s>"}.
 
-        `content_format` says what a message's content is made: "string", "openai" (a list of parts), or "auto": what
-        the template shows the text of.
+        `content_format` is the form of a message's content for the template: "string", "openai" (a list of parts), or
+        "auto": the form for which the template shows the text.
         """
         self._content_format = content_format
         self._sources = {"default": templates} if isinstance(templates, str) else dict(templates)
@@ -60,7 +60,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, path: Path, content_format: str = "auto") -> "ChatTemplate":
-        """The templates of a Hugging Face directory. A directory without one is no error until a chat is rendered."""
+        """The templates of a Hugging Face directory. A missing template is no error until a chat is rendered."""
         return cls(_read_templates(path), read_special_tokens(path), content_format)
 
     def __bool__(self) -> bool:
@@ -69,12 +69,12 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of the template that is used where there are tools; "" where there is none."""
+        """The source text of the template for requests with tools; "" if there is none."""
         return self._sources.get("tool_use") or self._sources.get("default", "")
 
     @cached_property
     def takes_late_system(self) -> bool:
-        """Whether a system message may come behind others: many templates refuse one, or pass it over."""
+        """Whether a system message may follow other messages. Many templates refuse or ignore it there."""
         late = _PROBE if self._takes_strings else [{"type": "text", "text": _PROBE}]
         return self._shows("", {"role": "system", "content": late})
 
@@ -88,14 +88,14 @@ class ChatTemplate:
         documents: Sequence[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for these messages; `variables` are the template's own options, such as enable_thinking."""
+        """The prompt for these messages. `variables` are options of the template, such as enable_thinking."""
         if not messages:
             raise RequestError("messages is empty: a chat needs at least one message")
         return self._render(
             [self._normalise(message) for message in _plain(messages)],
             **_plain(variables),
             add_generation_prompt=add_generation_prompt,
-            tools=_plain(tools) or None,  # some templates announce tools where the list is only empty
+            tools=_plain(tools) or None,  # some templates announce tools even if the list is empty
             documents=_plain(documents) or None,
         )
 
@@ -110,7 +110,7 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template does what the sandbox forbids: {one_line(error)}") from error
         except _TemplateRefusal as error:
             raise RequestError(f"the model's chat template refuses these messages: {one_line(error)}") from error
-        except Exception as error:  # whatever the template's expressions can raise
+        except Exception as error:  # anything that the template's expressions can raise
             raise RequestError(f"the model's chat template cannot render these messages: {one_line(error)}") from error
 
     def _template(self, name: str) -> jinja2.Template:
@@ -124,7 +124,7 @@ class ChatTemplate:
         return self._compiled[name]
 
     def _normalise(self, message: Any) -> Message:
-        """The message in the form that templates are written for, which is not always the form of the OpenAI API."""
+        """The message in the form that templates expect, which is not always the form of the OpenAI API."""
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError(f"a message must be an object with a role, got {message!r:.80}")
         _renew(message)
@@ -137,7 +137,7 @@ class ChatTemplate:
         elif content is not None:
             raise RequestError(f"a message's content must be a string or a list of text parts, got {content!r:.80}")
         elif not message.get("tool_calls"):
-            message["content"] = ""  # null is a reply that only calls tools; elsewhere it would be written as "None"
+            message["content"] = ""  # null is a reply that only calls tools; otherwise templates would write "None"
         for one, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
             if isinstance(message.get(one), str):  # clients send back either name, and templates read one of them
                 message.setdefault(other, message[one])
@@ -160,7 +160,7 @@ class ChatTemplate:
         return self._shows(_PROBE) or not self._takes_parts
 
     def _shows(self, content: Any, *more: Message) -> bool:
-        """Whether the template writes this content as its text, rather than as nothing, as Python, or not at all."""
+        """Whether the template writes the text of this content, not nothing or a Python literal, and does not fail."""
         messages = [{"role": "user", "content": content}, *more]
         try:
             text = self._render(messages, add_generation_prompt=True, tools=None, documents=None)
@@ -170,11 +170,11 @@ class ChatTemplate:
 
 
 _PROBE = "weft-probe"
-_DEEPEST = 100  # far more than any JSON schema of a tool, and safe from Python's recursion limit
+_DEEPEST = 100  # levels: far more than the JSON schema of any tool has, and below Python's recursion limit
 
 
 def _read_templates(path: Path) -> dict[str, str]:
-    """Files go before tokenizer_config.json, as in Transformers; some models ship chat_template.json instead."""
+    """Template files win over tokenizer_config.json, as in Transformers. Some models use chat_template.json instead."""
     files = {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     if (path / "chat_template.jinja").is_file():
         files["default"] = path / "chat_template.jinja"
@@ -190,7 +190,7 @@ def _read_templates(path: Path) -> dict[str, str]:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """A copy in plain JSON types: a template can call methods, and those of other objects may do anything."""
+    """A copy in plain JSON types. A template can call methods, and methods of other objects could do anything."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth == _DEEPEST:
@@ -215,7 +215,7 @@ def _text_part(part: Any) -> dict[str, str]:
 
 
 def _renew(message: Message) -> None:
-    """OpenAI's older form of a call and of its result, in the words of tools, which templates know."""
+    """Rewrites OpenAI's older form of a call and of its result as tool calls, which templates know."""
     call = message.pop("function_call", None)
     if isinstance(call, dict) and not message.get("tool_calls"):
         message["tool_calls"] = [{"id": _OLD_ID, "type": "function", "function": call}]
@@ -224,12 +224,13 @@ def _renew(message: Message) -> None:
         message.setdefault("tool_call_id", _OLD_ID)
 
 
-_OLD_ID = "function0"  # the older form has none; Mistral's templates want nine letters or digits
+_OLD_ID = "function0"  # the older form has no id; Mistral's templates require nine letters or digits
 
 
 def _parse_arguments(call: Any) -> None:
-    """Clients send a call's arguments as a JSON string, templates expect the object. A model may have written broken
-    JSON; it then stays a string, so that the conversation can go on."""
+    """Parses a call's arguments: clients send a JSON string, templates expect the object. A model may have written
+    broken JSON. It then stays a string, so that the conversation can go on.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
@@ -239,15 +240,15 @@ def _parse_arguments(call: Any) -> None:
 
 
 class _TooMuch(Exception):
-    """Of time, or of text; says of which."""
+    """Rendering takes too much time or text; the message says which."""
 
 
 class _TemplateRefusal(jinja2.TemplateError):
-    """Raised by the template itself, in words meant for the user."""
+    """Raised by the template itself, with a message for the user."""
 
 
 class _GenerationTag(Extension):
-    """{% generation %} marks the assistant's words for training; here its body is simply rendered."""
+    """{% generation %} marks the assistant's text for training. Here its body is simply rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class has it so)
 
@@ -257,9 +258,9 @@ class _GenerationTag(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """Takes no attribute that Python could mistake for one of its own."""
+    """A namespace without attributes that start with an underscore: Python could take them for special ones."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja, so that any name can be a key, also "self"
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja, so that any name can be a key, even "self"
         Namespace.__init__(*args, **kwargs)
         for name in dict(*args[1:], **kwargs):
             _check_name(name)
@@ -275,7 +276,7 @@ def _check_name(name: str) -> None:
 
 
 class _Ticking(CodeGenerator):
-    """Every body of a loop, a macro or a condition begins with a tick: what goes on without end ticks without end."""
+    """Starts every body of a loop, a macro or a condition with a tick, so that endless code ticks without end."""
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
         self.writeline("environment.tick()")
@@ -290,7 +291,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._own = threading.local()  # `ticks` and `end` of this thread's rendering
 
     def bounded(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        """The text of a template; raises _TooMuch where that takes too long or is too much."""
+        """Renders a template. Raises _TooMuch if this takes too long, or if the text is too long."""
         self._own.ticks, self._own.end = 0, time.thread_time() + MOST_SECONDS
         text, length = StringIO(), 0
         for piece in template.generate(variables):
@@ -301,14 +302,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         return text.getvalue()
 
     def tick(self) -> None:
-        """Called by the template; the clock, which is slow to read, is looked at once in a while."""
+        """Called by the template. The clock is slow to read, so it is read only at every 256th tick."""
         self._own.ticks += 1
         if self._own.ticks % 256 == 0 and time.thread_time() > self._own.end:
             raise _TooMuch(f"more than {MOST_SECONDS:g} s of processor time")
 
 
 def _environment() -> _Environment:
-    """What published templates count on: these settings, tags, filters and functions are Transformers' set."""
+    """The environment that published templates rely on: Transformers' settings, tags, filters and functions."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )

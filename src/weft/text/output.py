@@ -1,4 +1,4 @@
-"""TextStream: what a reader sees of a growing token sequence: text, up to a stop string."""
+"""TextStream: turns a growing token sequence into visible text, up to a stop string."""
 
 from collections.abc import Sequence
 
@@ -26,13 +26,13 @@ class TextStream:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was met, if any."""
+        """The stop string that matched, if any."""
         return self._stops.stopped
 
     def push(self, token: int, finish_reason: str | None = None) -> str:
-        """Takes the next token; returns text that may be shown. With a finish reason, everything that is left."""
+        """Takes the next token and returns text that may be shown. With a finish reason, returns all remaining text."""
         self._tokens += 1
-        # The token that ends a text is not part of it, unless the caller wants to see what stopped it.
+        # The token that ends a text is not part of it, unless the caller wants to include it.
         hidden = finish_reason == "stop" and not self._include_stop
         text = "" if hidden else self._detokenizer.push_one(token)
         if finish_reason is not None:

@@ -1,6 +1,6 @@
-"""Reasoning in tags: owns the border between what a model thinks and what it says, <think>...</think> before a reply.
+"""Reasoning in tags: separates a model's thoughts, <think>...</think>, from the reply that follows them.
 
-Only the first thought of a reply is taken for one: a tag that comes later is text, as an answer may be about tags.
+Only the first thought of a reply counts. A tag that comes later is text, because an answer may be about tags.
 """
 
 from typing import NamedTuple
@@ -14,11 +14,11 @@ class Thought(NamedTuple):
 
 
 class Style(NamedTuple):
-    """How a model family thinks."""
+    """How a model family marks its thoughts."""
 
     start: str
     end: str
-    open: bool  # whether a reply begins inside the tags even if neither the prompt nor the model wrote the first one
+    open: bool  # whether a reply begins inside the tags even if neither the prompt nor the model wrote the start tag
 
 
 REASONING_PARSERS = {
@@ -28,14 +28,14 @@ REASONING_PARSERS = {
 
 
 class Place(NamedTuple):
-    """Where the reply to a prompt stands: chat templates often write a tag, or both, themselves."""
+    """Where the reply to a prompt begins. Chat templates often write a tag, or both, into the prompt."""
 
     open: bool  # inside the tags
-    over: bool  # behind them
+    over: bool  # after them
 
 
 def place_of(name: str, prompt_end: str, begun: str | None = None) -> Place:
-    """`begun`: what the reply already consists of, where it goes on with a message that is not finished."""
+    """Where the reply to a prompt begins. `begun`: its text so far, if the reply continues an unfinished message."""
     start, end, open = REASONING_PARSERS[name]
     if begun is not None:
         thinks = begun.rfind(start) > begun.rfind(end)
@@ -46,46 +46,46 @@ def place_of(name: str, prompt_end: str, begun: str | None = None) -> Place:
 
 
 def make_reasoning_parser(name: str, prompt_end: str, begun: str | None = None) -> "ReasoningParser":
-    """A parser for one reply to a prompt with this end."""
+    """A parser for one reply to a prompt that ends with `prompt_end`."""
     if name not in REASONING_PARSERS:
         raise OptionError(f"reasoning_parser={name!r} is unknown: choose {', '.join(REASONING_PARSERS)}")
     start, end, _ = REASONING_PARSERS[name]
     place = place_of(name, prompt_end, begun)
-    # A prompt with an empty thought is not always believed: the model may think all the same.
+    # An empty thought in the prompt does not count as over: the model may think all the same.
     return ReasoningParser(start, end, place.open, over=begun is not None and place.over)
 
 
 def detect_reasoning(template: str) -> str | None:
-    """How the model of this chat template, given as its source text, thinks; None if it does not, or differently."""
+    """The reasoning style of a chat template, given as its source text; None if it has no known style."""
     if "</think>" not in template:
         return None
-    # DeepSeek's later models think on demand only, and their prompts say so.
+    # DeepSeek's later models think only on demand, and their templates say so.
     return "deepseek_r1" if "<｜Assistant｜>" in template and "thinking" not in template else "qwen3"
 
 
 class ReasoningParser:
-    """Splits the text of one reply. Tags, and newlines right behind them, are in neither part."""
+    """Splits the text of one reply. Tags, and newlines right after them, are in neither part."""
 
     def __init__(self, start: str = "<think>", end: str = "</think>", open: bool = False, over: bool = False):
-        """`open`: the reply begins inside the tags; it may repeat the first one. `over`: it begins behind them."""
+        """`open`: the reply begins inside the tags, and may repeat the start tag. `over`: it begins after the tags."""
         self._start = start
         self._end = end
         self._thinking = open
-        self._beginning = not over  # nothing but whitespace and a part of the first tag has come
-        self._behind_tag = open  # nothing but newlines has come since
+        self._beginning = not over  # only whitespace and a part of the start tag have come so far
+        self._behind_tag = open  # only newlines have come since a tag
         self._held = ""
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the reply is inside the tags, as far as it is known."""
+        """Whether the reply is inside the tags, as far as is known."""
         return self._thinking
 
     def push(self, text: str) -> Thought:
-        """Takes the next piece of text, cut anywhere; returns what is not a part of a tag."""
+        """Takes the next piece of text, cut anywhere. Returns what is not part of a tag."""
         return self._split(text, final=False)
 
     def flush(self) -> Thought:
-        """The end of the reply: what was held back and is no tag after all."""
+        """Ends the reply: returns held text that is no tag after all."""
         return self._split("", final=True)
 
     def _split(self, text: str, final: bool) -> Thought:
@@ -117,7 +117,7 @@ class ReasoningParser:
 
 
 def _hold_back(text: str, tag: str) -> tuple[str, str]:
-    """The text, and the end of it that could be the beginning of the tag."""
+    """Splits off the end of the text that could be the beginning of the tag."""
     for size in range(min(len(text), len(tag) - 1), 0, -1):
         if text.endswith(tag[:size]):
             return text[:-size], text[-size:]

@@ -1,18 +1,18 @@
-"""Stop strings in a text stream: owns the end of the text that may still turn out to be the beginning of one."""
+"""Stop strings in a text stream. Holds back the end of the text while it may be the beginning of a stop string."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 
 from weft.errors import RequestError
 
-REMEMBERED = 256  # stop strings whose tables are kept: all completions of a request have the same ones
+REMEMBERED = 256  # stop strings with cached tables: all completions of a request have the same ones
 
 
 class StopStrings:
-    """Lets text through up to the first stop string; no part of the one that matches gets out before.
+    """Passes text through up to the first stop string. No part of the stop string that matches is emitted before.
 
-    The match that ends first wins, and of those that end together the longest. So the result depends on the text alone,
-    not on how it was cut into tokens, and a stream ends with the very character that completes a stop string.
+    The match that ends first wins. If several end at the same character, the longest wins. So the result depends on the
+    text alone, not on how it was cut into tokens. A stream ends with the very character that completes a stop string.
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False):
@@ -22,14 +22,14 @@ class StopStrings:
         self.stopped: str | None = None  # the stop string that matched
         self._include = include_in_output
         self._stops = stops
-        self._matchers: list[_Matcher] | None = None  # made with the first text: a request may have 2,000 completions
+        self._matchers: list[_Matcher] | None = None  # made with the first text: there may be 2,000 completions
         self._held = ""
 
     def push(self, text: str, active: bool = True) -> str:
-        """Take new text; returns what is safe to give out, and "" for ever once a stop string has matched.
+        """Takes new text and returns what is safe to emit. Always returns "" after a stop string has matched.
 
-        Text pushed with `active=False` completes no match, though a later match may begin in it. That is what
-        min_tokens asks for: pass False for the text of the first min_tokens tokens.
+        Text pushed with `active=False` completes no match, but a later match may begin in it. min_tokens needs this:
+        pass False for the text of the first min_tokens tokens.
         """
         if self.stopped is not None:
             return ""
@@ -48,22 +48,23 @@ class StopStrings:
         return seen[:safe]
 
     def flush(self) -> str:
-        """The end of the stream: what was kept back and has not become a stop string."""
+        """Ends the stream: returns held text that has not become a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt, a character at a time: constant time however long the stop string is, and `length` is
-    exactly what must be kept back for it."""
+    """Knuth-Morris-Pratt, one character at a time, in constant time for any length of the stop string. `length` is
+    exactly the number of characters that must be held back for it.
+    """
 
     def __init__(self, stop: str):
         self.stop = stop
-        self.length = 0  # characters of `stop` that the text ends with at present
+        self.length = 0  # characters of `stop` that the text currently ends with
         self._shorter = _table(stop)
 
     def step(self, char: str) -> bool:
-        """Take one character; True if it completes the stop string."""
+        """Takes one character. True if it completes the stop string."""
         self.length = _extend(self.stop, self._shorter, self.length, char)
         if self.length < len(self.stop):
             return False
@@ -73,7 +74,7 @@ class _Matcher:
 
 @lru_cache(REMEMBERED)
 def _table(stop: str) -> Sequence[int]:
-    """By length of what the text ends with: the next shorter beginning of `stop` that the text then ends with too."""
+    """For each length of a prefix of `stop` that the text ends with: the length of the next shorter such prefix."""
     shorter = [0, 0]
     for char in stop[1:]:
         shorter.append(_extend(stop, shorter, shorter[-1], char))
@@ -81,7 +82,7 @@ def _table(stop: str) -> Sequence[int]:
 
 
 def _extend(stop: str, shorter: Sequence[int], length: int, char: str) -> int:
-    """How much of `stop` a text ends with that ended with `length` characters of it, and gets one more."""
+    """Length of the prefix of `stop` that the text ends with after one more character; `length` is that before it."""
     while length and stop[length] != char:
         length = shorter[length]
     return length + 1 if stop[length] == char else 0

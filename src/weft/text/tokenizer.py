@@ -1,4 +1,4 @@
-"""Text to token ids and back: owns the `tokenizers` backend of a model directory and the spelling of every token.
+"""Text to token ids and back. Owns the `tokenizers` backend of a model directory and the bytes of every token.
 
 A directory without tokenizer.json is no error: such a model is used with token ids only.
 """
@@ -17,14 +17,14 @@ from weft.files import read_json
 
 
 class Tokenizer:
-    """Encodes and decodes whole texts; a stream is decoded by `StreamDetokenizer`. Safe to use from several threads."""
+    """Encodes and decodes whole texts. `StreamDetokenizer` decodes streams. Safe to use from several threads."""
 
     def __init__(self, backend: Backend, special_tokens: dict[str, str] | None = None, add_bos_token: bool = False):
-        """`special_tokens` names texts, as in {"eos_token": "</s>"}; `add_bos_token` adds what tokenizer.json omits."""
+        """`special_tokens` are texts by name: {"eos_token": "</s>"}. `add_bos_token` adds what tokenizer.json omits."""
         backend.no_truncation()  # a saved training setting would cut prompts silently
         backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
-        # A named token that is in the vocabulary but not marked special would be spelled out by skip_special_tokens.
+        # A named token of the vocabulary that is not marked special would appear in text despite skip_special_tokens.
         backend.add_special_tokens([t for t in self.special_tokens.values() if backend.token_to_id(t) is not None])
         self._backend = backend
         self.special_token_ids = frozenset(
@@ -35,7 +35,7 @@ class Tokenizer:
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
         kinds = {step["type"] for step in decoder.get("decoders", [decoder]) if step}
         self._byte_level, self.byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
-        self._spelled: dict[tuple[int, bool], bytes] = {}  # at most two entries a token of the vocabulary
+        self._spelled: dict[tuple[int, bool], bytes] = {}  # at most two entries per token of the vocabulary
         self._whole: dict[int, str | None] = {}
         self._prefix: list[int] = []
         if add_bos_token and self.bos_token_id is not None and self.encode("")[:1] != [self.bos_token_id]:
@@ -56,19 +56,19 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens known to the tokenizer, added ones included; the model's embedding may have more rows."""
+        """Number of tokens in the tokenizer, added ones included. The model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters (at most) that one token can stand for."""
+        """Upper bound of the characters of one token."""
         return max((len(token) for token in self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        # The batch call, also for one text: it alone lets go of the GIL, so that a long prompt stops nobody's stream.
+        # The batch call, even for one text: only it releases the GIL, so a long prompt does not stall other streams.
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:
@@ -77,7 +77,7 @@ class Tokenizer:
         return [prefix + encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence. Ids unknown to the tokenizer are skipped, as a model may have spare rows."""
+        """The text of a whole sequence. Ids unknown to the tokenizer are skipped: a model may have spare rows."""
         try:
             return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         except (OverflowError, TypeError):
@@ -87,7 +87,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def token_text(self, token_id: int) -> str:
-        """One token for people, as in a list of logprobs; bytes that are no character on their own become U+FFFD."""
+        """One token for display, as in a list of logprobs. Bytes that are no character by themselves become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_piece(self, token_id: int) -> str:
@@ -95,7 +95,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int, first: bool = False) -> bytes:
-        """What a token adds to the text in UTF-8, perhaps a part of a character; `first` where no token precedes it.
+        """The UTF-8 bytes that a token adds to the text, perhaps part of a character. `first`: no token precedes it.
 
         A sentencepiece decoder drops the space of the first token, so the two differ.
         """
@@ -105,7 +105,7 @@ class Tokenizer:
         return spelling
 
     def whole_text(self, token_id: int) -> str | None:
-        """What a token adds to the text where some precedes it; None where it is not made of whole characters."""
+        """The text that a token adds after other text; None if it is not made of whole characters."""
         try:
             return self._whole[token_id]
         except KeyError:
@@ -125,8 +125,9 @@ class Tokenizer:
         if self._byte_level:
             # A piece with a character outside the alphabet is an added token, spelled as it is.
             return bytes(_BYTE_OF[c] for c in piece) if all(c in _BYTE_OF for c in piece) else piece.encode()
-        # Every other decoder is asked: what a second occurrence adds is what the token spells in the middle of a text.
-        # (Not so for decoders that look at the next token, BPEDecoder and CTC; no model served here has one.)
+        # For other decoders, decode the token twice: the second occurrence adds what the token adds in the middle of a
+        # text. (This is wrong for decoders that look at the next token, BPEDecoder and CTC; no supported model has
+        # one.)
         once = self._backend.decode([token_id], skip_special_tokens=False)
         twice = self._backend.decode([token_id, token_id], skip_special_tokens=False)
         return (once if first else twice[len(once) :]).encode()
@@ -137,7 +138,7 @@ class Tokenizer:
 
 
 def read_special_tokens(path: Path) -> dict[str, str]:
-    """Names and texts of a directory's special tokens; both files are optional, tokenizer_config.json wins."""
+    """Names and texts of a directory's special tokens. Both files are optional, and tokenizer_config.json wins."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in read_json(path / name, optional=True).items():
@@ -152,12 +153,12 @@ def one_line(error: BaseException) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes printable bytes as themselves and the others as U+0100, U+0101, ... in order."""
+    """Byte-level BPE writes printable bytes as themselves, and the other bytes as U+0100, U+0101, ... in order."""
     printable = {chr(byte) for byte in range(256)} & set(pre_tokenizers.ByteLevel.alphabet())
     others = [byte for byte in range(256) if chr(byte) not in printable]
     return {c: ord(c) for c in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 _BYTE_OF = _byte_alphabet()
-# Byte fallback spells a byte as <0xE2>. ASCII bytes are whole characters and need no special care.
+# Byte fallback spells a byte as <0xE2>. ASCII bytes are whole characters and need no special treatment.
 _NON_ASCII_BYTE = re.compile(r"<0x([89A-Fa-f][0-9A-Fa-f])>")

@@ -1,4 +1,4 @@
-"""Tool calls that a model writes as text: the formats by name, and which of them a chat template speaks."""
+"""Tool calls that a model writes as text: the formats by name, and detection of the format of a chat template."""
 
 from collections.abc import Callable, Sequence
 
@@ -23,7 +23,7 @@ def make_tool_parser(name: str, tools: Sequence[str] = (), make_id: Callable[[],
 
 
 def detect_tool_format(template: str) -> str | None:
-    """The format that a chat template, given as its source text, teaches its model; None if it is none of these."""
+    """The format that a chat template (its source text) teaches its model; None if it is none of these."""
     source = template.replace('\\"', '"')
     if "[TOOL_CALLS]" in source:
         return "mistral"

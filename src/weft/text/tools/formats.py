@@ -1,4 +1,4 @@
-"""The formats: what marks a tool call in the text of a model family."""
+"""The tool-call formats of model families."""
 
 import re
 import secrets
@@ -8,7 +8,7 @@ from weft.text.tools.parser import ToolParser
 
 
 class HermesParser(ToolParser):
-    """Hermes 2 and 3, Qwen 2.5 and 3: <tool_call>{"name": ..., "arguments": ...}</tool_call>, with text around."""
+    """Hermes 2 and 3, Qwen 2.5 and 3: <tool_call>{"name": ..., "arguments": ...}</tool_call>, with text around it."""
 
     needs_special_tokens = True
 
@@ -26,10 +26,11 @@ class HermesParser(ToolParser):
 
 
 class Llama3JsonParser(ToolParser):
-    """Llama 3.1 and 3.2: the reply is {"name": ..., "parameters": ...}, perhaps behind <|python_tag|>, or several of
-    them with `;` between."""
+    """Llama 3.1 and 3.2: the reply is {"name": ..., "parameters": ...}, perhaps after <|python_tag|>. Several such
+    objects are separated by `;`.
+    """
 
-    needs_special_tokens = False  # the tag tells nothing that the objects do not tell
+    needs_special_tokens = False  # the tag adds nothing to what the objects say
 
     def _reply(self) -> Steps[None]:
         yield from self._space()
@@ -94,5 +95,5 @@ class MistralParser(ToolParser):
         return secrets.token_hex(5)[:9]
 
 
-_MISTRAL_ID = re.compile("[0-9a-zA-Z]{9}")  # Mistral's templates refuse any other
+_MISTRAL_ID = re.compile("[0-9a-zA-Z]{9}")  # Mistral's templates refuse other ids
 _NAME_SIGNS = frozenset("_-.:/")

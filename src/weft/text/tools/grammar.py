@@ -1,7 +1,7 @@
-"""JSON read a character at a time: owns the current character, and what was read and is not decided yet.
+"""Reads JSON one character at a time. Owns the current character, and the text that was read but is not decided yet.
 
-A grammar is written down as generators in which `yield` means: the current character is used up, the next one please.
-So a character costs the same however long the text is, and it cannot matter how the text was cut into pieces.
+A grammar is written as generators. `yield` means: the current character is consumed, wait for the next one. So a
+character costs the same however long the text is, and the result does not depend on how the text was cut into pieces.
 """
 
 import json
@@ -18,18 +18,18 @@ CLOSERS = {"{": "}", "[": "]"}
 
 
 class Mismatch(Exception):
-    """The current character does not fit the grammar; it is not used up."""
+    """The current character does not fit the grammar. It is not consumed."""
 
 
 class Grammar:
-    """The rules for JSON values. `into` gets the text of what is read, as it is read."""
+    """The rules for JSON values. Text is appended to `into` as it is read."""
 
     def __init__(self) -> None:
         self._char = ""  # the current character; "" at the end of the text
-        self._held: list[str] = []  # what is not decided yet, up to the current character
+        self._held: list[str] = []  # text that is not decided yet, up to the current character
 
     def _value(self, into: list[str]) -> Steps[None]:
-        """Any value. A stack instead of recursion: a model in a loop opens brackets without end."""
+        """Any value. A stack instead of recursion: a model in a loop may open brackets without end."""
         closers: list[str] = []
         while True:
             yield from self._space(into)
@@ -46,7 +46,7 @@ class Grammar:
                 yield from self._expect('"', into)
             else:
                 yield from self._word(into)
-            while closers:  # what comes behind a value
+            while closers:  # what follows a value
                 yield from self._space(into)
                 if self._char == ",":
                     yield from self._expect(",", into)
@@ -59,7 +59,7 @@ class Grammar:
                 return
 
     def _key(self, into: list[str]) -> Steps[None]:
-        """An object's key, and all up to its value."""
+        """An object's key, and everything up to its value."""
         yield from self._string(into)
         yield from self._expect('"', into)
         yield from self._space(into)
@@ -67,8 +67,9 @@ class Grammar:
         yield from self._space(into)
 
     def _string(self, into: list[str]) -> Steps[None]:
-        """A string without its closing quote, which is then the current character: so the string is known as soon as
-        it is complete, and not with the character behind it."""
+        """A string without its closing quote, which is then the current character. So the string is known as soon as it
+        is complete, not one character later.
+        """
         yield from self._expect('"', into)
         while self._char != '"':
             if self._char == "\\":
@@ -80,7 +81,7 @@ class Grammar:
                 else:
                     self._check(self._char in _ESCAPES)
             self._check(self._char != "")
-            # Models write line breaks into strings as they are; there is no doubt about what they mean.
+            # Models write line breaks into strings unescaped; their meaning is clear.
             into.append(_CONTROLS.get(self._char, self._char))
             yield
 

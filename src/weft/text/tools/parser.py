@@ -1,9 +1,9 @@
-"""ToolParser: owns what of a reply has been given out, as content for the reader or as pieces of tool calls.
+"""ToolParser: splits a reply into content for the reader and pieces of tool calls, while the model writes it.
 
-A call goes out while it is written: its name once that is complete, then its arguments as they come. What cannot be a
-call is content, marker and all; whitespace next to a call belongs to the format. A call whose name is out cannot be
-taken back: if it breaks, its arguments get the rest of its text as the model wrote it, up to the next marker, and do
-not parse; if the reply just ends, they end with it.
+A call is emitted while it is written: its name once that is complete, then its arguments as they arrive. Text that
+cannot be a call is content, including its marker. Whitespace next to a call belongs to the format. A call cannot be
+taken back once its name is emitted. If it breaks, its arguments get the rest of its text as the model wrote it, up to
+the next marker, and do not parse. If the reply just ends, the arguments end with it.
 """
 
 import json
@@ -17,7 +17,7 @@ from weft.text.tools.grammar import CLOSERS, SPACE, Grammar, Mismatch, Steps
 
 
 class ToolCallDelta(NamedTuple):
-    """A piece of a call. The arguments of a finished call, put together, are valid JSON."""
+    """A piece of a call. The arguments of a finished call, concatenated, are valid JSON."""
 
     index: int  # type: ignore[assignment]  # which call of the reply, from 0 (tuples have a method of this name)
     id: str | None  # with the first piece of a call only
@@ -33,7 +33,7 @@ class Parsed(NamedTuple):
 class ToolParser(Grammar, ABC):
     """Splits the text of one reply into content and tool calls. The result does not depend on how the text is cut."""
 
-    # Whether the format's markers are special tokens in some tokenizers, so that the detokenizer must not skip those.
+    # Whether the format's markers are special tokens in some tokenizers, so that the detokenizer must not skip them.
     needs_special_tokens: ClassVar[bool]
 
     def __init__(self, tools: Sequence[str] = (), make_id: Callable[[], str] | None = None):
@@ -41,17 +41,17 @@ class ToolParser(Grammar, ABC):
         self._tools = frozenset(tools)
         self._make_id = make_id or self._random_id
         self._steps = self._reply()
-        self._plain = False  # whether a run of characters that begin no marker may be fed as if it were one
+        self._plain = False  # whether a run of characters that cannot begin a marker may be fed as one character
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
-        self._index = -1  # of the latest call
-        self._head: tuple[str | None, str | None] = (None, None)  # its id and name, until a delta has them
-        self._arguments: list[str] = []  # its arguments, until a delta has them
-        self._unfinished = False  # whether more of them should come
-        self._shown = self._content  # where text goes: to the content, or to the arguments of a call that broke
+        self._index = -1  # index of the latest call
+        self._head: tuple[str | None, str | None] = (None, None)  # its id and name, until a delta carries them
+        self._arguments: list[str] = []  # its arguments, until a delta carries them
+        self._unfinished = False  # whether more arguments should come
+        self._shown = self._content  # where text goes: to the content, or to the arguments of a broken call
 
     def push(self, text: str) -> Parsed:
-        """Takes the next piece of text; returns what has been decided."""
+        """Takes the next piece of text and returns what is decided by now."""
         at = 0
         while at < len(text):
             run = _PLAIN.match(text, at) if self._plain else None
@@ -61,7 +61,7 @@ class ToolParser(Grammar, ABC):
         return self._take()
 
     def flush(self) -> Parsed:
-        """The end of the reply: what was held back."""
+        """Ends the reply: returns what was held back."""
         self._feed("")
         return self._take()
 
@@ -74,13 +74,13 @@ class ToolParser(Grammar, ABC):
         return "call_" + secrets.token_hex(12)
 
     def _text(self, *markers: str) -> Steps[str]:
-        """Shows text up to a marker, which it returns; "" at the end. The marker stays held: it may be text as well."""
+        """Emits text up to a marker, which it returns; "" at the end. The marker stays held: it may be text as well."""
         seen = ""
         while self._char and seen not in markers:
             if any(marker.startswith(seen + self._char) for marker in markers):
                 seen += self._char
                 yield
-            elif seen:  # looked like a marker and is none; another one could begin with the current character only
+            elif seen:  # not a marker after all; another one can only begin with the current character
                 self._show(but=1)
                 seen = ""
             else:
@@ -97,7 +97,7 @@ class ToolParser(Grammar, ABC):
         return seen
 
     def _attempt(self, call: Steps[None]) -> Steps[bool]:
-        """Reads what should be a call; whether it was one to its end. If not, text goes on where it broke."""
+        """Reads a possible call. Returns whether the call was complete. If not, text goes on where it broke."""
         try:
             yield from call
         except Mismatch:
@@ -111,8 +111,9 @@ class ToolParser(Grammar, ABC):
         return True
 
     def _object(self, marked: bool = True) -> Steps[None]:
-        """A call as an object with a name and arguments, in any order; other keys are passed over. Where no marker
-        promised a call, it must look like one before anything goes out: a user may have asked for JSON as well."""
+        """A call as an object with a name and arguments, in any order; other keys are skipped. Without a marker before
+        it, the object must look like a call before anything is emitted: the user may have asked for JSON.
+        """
         name, begun, complete = "", False, False
         early: list[str] = []  # arguments that come before the name
         yield from self._expect("{")
@@ -161,7 +162,7 @@ class ToolParser(Grammar, ABC):
         value: list[str] = []
         try:
             yield from self._value(value)
-        finally:  # also where it breaks, so that nothing is lost
+        finally:  # also if it breaks, so that nothing is lost
             into.append(_unwrap("".join(value)))
 
     def _begin(self, name: str, call_id: str | None = None) -> bool:
@@ -177,13 +178,13 @@ class ToolParser(Grammar, ABC):
         self._drop()
 
     def _show(self, but: int = 0) -> None:
-        """What was held back is text, but for the last character perhaps."""
+        """Emits held text, except for its last `but` characters."""
         end = len(self._held) - but
         self._shown.extend(self._held[:end])
         del self._held[:end]
 
     def _drop(self) -> None:
-        """What was held back is used up as part of a call."""
+        """Drops held text that was part of a call. Keeps the current character."""
         del self._held[:-1]
 
     def _feed(self, char: str) -> None:
@@ -192,7 +193,7 @@ class ToolParser(Grammar, ABC):
         next(self._steps, None)
 
     def _seal(self) -> None:
-        """Makes a delta of what is new of the latest call."""
+        """Makes a delta of what is new in the latest call."""
         if self._head[0] or self._arguments:
             self._calls.append(ToolCallDelta(self._index, *self._head, "".join(self._arguments)))
         self._head = (None, None)
@@ -206,13 +207,13 @@ class ToolParser(Grammar, ABC):
         return parsed
 
 
-_PLAIN = re.compile(r"[^\s<\[]+(?: +[^\s<\[]+)*")  # no marker's first character, and no whitespace at its ends
+_PLAIN = re.compile(r"[^\s<\[]+(?: +[^\s<\[]+)*")  # no first character of a marker, and no whitespace at its ends
 _ARGUMENTS = frozenset(["arguments", "parameters"])
-_HARMLESS = frozenset(["type", "id"])  # what else models write into a call
+_HARMLESS = frozenset(["type", "id"])  # other keys that models write into a call
 
 
 def _unwrap(value: str) -> str:
-    """Arguments that are no object: null and "" mean none, and JSON in a string is taken out of it."""
+    """Arguments that are neither object nor list: null and "" become {}, and JSON in a string is unwrapped."""
     try:
         text = json.loads(value)
         if text is None or text == "":
