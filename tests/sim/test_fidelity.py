@@ -69,6 +69,24 @@ def test_the_truth_is_what_the_calibration_found_and_nothing_else() -> None:
     assert fidelity.truth_of(SMOOTH) == Truth(SMOOTH.coefficients, seed=fidelity.SEED)
 
 
+def test_probes_tell_what_clients_on_the_same_cores_cost() -> None:
+    """Served times of probes that were simulated with known costs give these costs back."""
+    true = fidelity.Correction(step=0.0004, row=-5e-6, request=0.003)
+    busy = replace(SMOOTH, host=replace(SMOOTH.host, request=true.request))
+    truth = true.applied_to(fidelity.truth_of(SMOOTH))
+    probes = []
+    for streams, prompt, tokens in ((1, 128, 48), (32, 16, 64)):
+        probe = fidelity.Probe(streams, prompt, tokens, 0.0, 0.0)
+        played = fidelity._simulated_probe(probe, busy, truth)
+        probes.append(probe._replace(ttft=float(np.median(played.ttft)), gap=float(np.median(played.gaps))))
+    found = fidelity.correction_of(SMOOTH, probes)
+    assert list(found) == pytest.approx(list(true), rel=0.1)
+    assert fidelity.correction_of(SMOOTH, probes[:1]) == fidelity.Correction()
+    trace = Trace("t", tuple(Arrival(0.1 * i, 400, 10) for i in range(20)))
+    plain, slower = (fidelity.simulate("chunked", trace, SMOOTH, TARGETS, correction=one) for one in (None, found))
+    assert np.median(slower.gaps) - np.median(plain.gaps) == pytest.approx(true.step + true.row, rel=0.2)
+
+
 def test_errors_are_relative_and_those_of_kept_promises_in_points() -> None:
     trace = Trace("t", tuple(Arrival(0.1 * i, 400, 10) for i in range(20)))
     simulated = report("slo", fidelity.simulate("slo", trace, SMOOTH, TARGETS), TARGETS)

@@ -361,8 +361,12 @@ def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
     policy, min_gap = play.policy, play.facts["min_gap_target"] or 0.0
     tokens = [one.token for one in play.runs if one.token is not None]
     token = sum(tokens) / len(tokens) if tokens else None
+    correction, profile = fidelity.Correction(), play.profile
+    if play.facts.get("device_type") == "cpu":  # then the clients and the API process use the engine's cores
+        correction = fidelity.correction_of(profile, [probe for one in play.runs for probe in one.probes], token)
+        profile = replace(profile, host=replace(profile.host, request=correction.request or profile.host.request))
     with work_progress(f"{policy}, simulated", len(play.trace.arrivals), arguments.progress) as advance:
-        simulated = fidelity.simulate(policy, play.trace, play.profile, targets, min_gap, token, advance)
+        simulated = fidelity.simulate(policy, play.trace, profile, targets, min_gap, token, advance, correction)
     runs, virtual = [report(policy, one.played, targets) for one in play.runs], report(policy, simulated, targets)
     failures: dict[str, int] = {}
     for one in play.runs:
@@ -375,6 +379,7 @@ def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
         "inside": [line._asdict() for line in fidelity.inside_lines(play.runs, virtual)],
         "outside_ms": fidelity.outside_ms(play.runs),
         "token_ms": None if token is None else token * 1e3,
+        "correction_ms": {name: value * 1e3 for name, value in correction._asdict().items()},
         "step_errors": fidelity.step_errors(play.runs, play.profile),
         "others": [one.others for one in play.runs if one.others is not None],
         "failures": failures,

@@ -18,7 +18,7 @@ from weft.load.drive import Run
 from weft.load.figures import gaps, lag
 from weft.load.live import live_view
 from weft.load.processes import ClientProcesses, client_processes
-from weft.sim.fidelity import Served
+from weft.sim.fidelity import Probe, Served
 from weft.sim.simulator import Played
 from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
 
@@ -26,7 +26,9 @@ WARM_UPS = (0.25, 0.5, 0.75, 1.0)  # quantiles of prompt lengths: one warm-up re
 WARM_TOKENS = 8  # output tokens of each warm-up request
 PROBES, PROBE_TOKENS = 16, 500  # requests, sent one by one, that measure a request's time outside the engine
 # Concurrent streams, and tokens of each, that measure the time to deliver one token.
-STREAMS, STREAM_TOKENS = 32, 64
+STREAMS, STREAM_PROMPT, STREAM_TOKENS = 32, 16, 64
+# Streams one by one, with PAUSE seconds of idle time before each.
+LONE_STREAMS, LONE_PROMPT, LONE_TOKENS, PAUSE = 8, 128, 48, 0.3
 TIMEOUT = 3600.0  # seconds for one answer: an overloaded policy that refuses nothing takes long
 
 
@@ -78,12 +80,12 @@ async def replay(
             raise EngineError(f"{url} refuses ignore_eos, so answers would not have the trace's lengths")
         async with ClientProcesses(client, client_processes()) as clients:
             overhead = await _overhead(client, vocab_size, words)
-            token = await _token(clients, vocab_size, words)
+            token, probes = await _probe(clients, vocab_size, words)
             run = Run()
             async with live_view(run, show):
                 with _without_collections():
                     await clients.drive(asks, run)
-    return replace(served_of(trace, run.replies), request=overhead, token=token)
+    return replace(served_of(trace, run.replies), request=overhead, token=token, probes=probes)
 
 
 async def _overhead(client: Client, vocab_size: int, words: int) -> float:
@@ -98,14 +100,30 @@ async def _overhead(client: Client, vocab_size: int, words: int) -> float:
     return max(0.0, float(np.median(found))) if found else 0.0
 
 
-async def _token(clients: ClientProcesses, vocab_size: int, words: int) -> float | None:
-    """Seconds between two tokens of one step at their clients: the server sends tokens one by one, and the client
-    reads them one by one. None if the steps cannot be told apart."""
-    prompts = [tuple(_drawn([words, 3, number], 16, vocab_size).tolist()) for number in range(STREAMS)]
-    asks = [Ask(0.0, "", len(ids), STREAM_TOKENS, ids) for ids in prompts]
-    run = Run()
-    await clients.drive(asks, run)
-    return between_tokens([reply.times for reply in run.replies if reply.is_complete])
+async def _probe(clients: ClientProcesses, vocab_size: int, words: int) -> tuple[float | None, tuple[Probe, ...]]:
+    """Sends lone streams, then concurrent ones.
+
+    Returns the seconds between two tokens of one step at their clients (the server sends tokens one by one; None if the
+    steps cannot be told apart), and a Probe of each kind.
+    """
+    lone, many = Run(), Run()
+    for ask in _streams(LONE_STREAMS, LONE_PROMPT, LONE_TOKENS, PAUSE, vocab_size, words):
+        await clients.drive([ask], lone)
+    await clients.drive(_streams(STREAMS, STREAM_PROMPT, STREAM_TOKENS, 0.0, vocab_size, words), many)
+    kinds = ((1, LONE_PROMPT, LONE_TOKENS, lone.replies), (STREAMS, STREAM_PROMPT, STREAM_TOKENS, many.replies))
+    probes = []
+    for streams, prompt, tokens, found in kinds:
+        replies = [reply for reply in found if reply.is_complete]
+        if replies:
+            due = [reply.times[0] - reply.due for reply in replies]  # as in the run: the client's lag counts
+            ttft, gap = float(np.median(due)), float(np.median(np.concatenate([*map(gaps, replies)])))
+            probes.append(Probe(streams, prompt, tokens, ttft, gap))
+    return between_tokens([reply.times for reply in many.replies if reply.is_complete]), tuple(probes)
+
+
+def _streams(count: int, prompt: int, tokens: int, due: float, vocab_size: int, words: int) -> list[Ask]:
+    prompts = [tuple(_drawn([words, 3, prompt, number], prompt, vocab_size).tolist()) for number in range(count)]
+    return [Ask(due, "", len(ids), tokens, ids) for ids in prompts]
 
 
 def between_tokens(times: Sequence[Sequence[float]]) -> float | None:

@@ -66,7 +66,8 @@ class Facts(msgspec.Struct, frozen=True):
     max_num_seqs: int
     policy: str
     enable_prefix_caching: bool
-    device: str
+    device: str  # its name, for people
+    device_type: str  # "cpu" or "cuda"
     gap_target: float | None  # seconds; None: no target
     gap_source: Source  # DEFAULT: the scheduler aims at it, but it is not promised
     min_gap_target: float  # seconds; a smaller gap target of a request is raised to this

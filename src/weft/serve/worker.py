@@ -112,6 +112,7 @@ def facts_of(engine: Engine, options: dict[str, Any]) -> Facts:
         policy=options["policy"],
         enable_prefix_caching=scheduler.enable_prefix_caching,
         device=device_name(executor.device),
+        device_type=executor.device.type,
         gap_target=_finite(targets.gap),
         gap_source=targets.gap_source,
         min_gap_target=targets.min_gap,

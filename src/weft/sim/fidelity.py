@@ -16,12 +16,23 @@ from weft.core.residuals import Heat, RunStep
 from weft.sim.compare import Report, run_policy
 from weft.sim.profiles import Profile
 from weft.sim.simulator import Played, Truth
-from weft.sim.traces import Trace
+from weft.sim.traces import Arrival, Trace
 
 SEED = 0  # of the noise of simulated steps
 PLACES = {"p50": "p50", "p99": "p99", "p999": "p99.9"}  # compared percentiles, and how they are printed
 TIMES = {"ttft_ms": "TTFT", "gap_ms": "gap"}
+LONE_PROBES = 16  # simulated lone streams: enough for a stable median of noisy steps
 NOISE_LIMIT = 0.5  # Truth clips noise factors at 0.5, so a larger spread would shift the mean
+
+
+class Probe(NamedTuple):
+    """Equal streams that were served before the run. Times are medians, as the clients saw them."""
+
+    streams: int  # concurrent streams; 1: several streams one by one, each after an idle time
+    prompt_tokens: int
+    output_tokens: int
+    ttft: float  # seconds
+    gap: float  # seconds
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class Served:
     steps: list[RunStep] = field(default_factory=list)  # empty if a client measured: it cannot see steps
     request: float = 0.0  # seconds of a TTFT outside the engine, measured before the run on an idle server
     token: float | None = None  # seconds between two tokens of one step at their clients, likewise; None: not known
+    probes: tuple[Probe, ...] = ()  # streams served before the run on an idle server
     others: float | None = None  # share of the machine's CPU time that other processes used; None: not known
 
 
@@ -63,6 +75,48 @@ def truth_of(profile: Profile) -> Truth:
     return Truth(profile.coefficients, bias=math.expm1(profile.mean), noise=noise, seed=SEED)
 
 
+class Correction(NamedTuple):
+    """Seconds by which served times differ from the profile's on a CPU.
+
+    Clients and the API process use the engine's cores, which the calibration does not see. And the speed of a shared
+    machine drifts: calibrations a quarter of an hour apart differed by 15%.
+    """
+
+    step: float = 0.0  # each step
+    row: float = 0.0  # more for each decode of a step
+    request: float = 0.0  # each first token, including the time outside the engine
+
+    def applied_to(self, truth: Truth) -> Truth:
+        cost = truth.coefficients
+        fixed, decode = max(0.0, cost.fixed + self.step), max(0.0, cost.decode + self.row)
+        return replace(truth, coefficients=replace(cost, fixed=fixed, decode=decode))
+
+
+def correction_of(profile: Profile, probes: Sequence[Probe], token: float | None = None) -> Correction:
+    """Served times of the probes minus their simulated times; nothing if one of the two kinds is missing."""
+    lone, many = ([one for one in probes if (one.streams == 1) is is_lone] for is_lone in (True, False))
+    if not lone or not many:
+        return Correction()
+    real = _with_token(replace(profile, host=replace(profile.host, request=0.0)), token)
+    truth = truth_of(profile)
+    of_one, of_many = (
+        float(np.mean([one.gap for one in kind])) - float(np.median(_simulated_probe(kind[0], real, truth).gaps))
+        for kind in (lone, many)
+    )
+    row = (of_many - of_one) / (many[0].streams - 1)
+    found = Correction(of_one - row, row)
+    simulated = _simulated_probe(lone[0], real, found.applied_to(truth))
+    ttft = float(np.mean([one.ttft for one in lone]))
+    return found._replace(request=max(0.0, ttft - float(np.median(simulated.ttft))))
+
+
+def _simulated_probe(probe: Probe, profile: Profile, truth: Truth) -> Played:
+    """Simulates the probe: its streams at once, or lone streams a second apart."""
+    times = [0.0] * probe.streams if probe.streams > 1 else [float(second) for second in range(LONE_PROBES)]
+    arrivals = tuple(Arrival(time, probe.prompt_tokens, probe.output_tokens) for time in times)
+    return run_policy("chunked", Trace("probe", arrivals), profile, Targets(), truth)
+
+
 def simulate(
     policy: str,
     trace: Trace,
@@ -71,16 +125,20 @@ def simulate(
     min_gap: float = 0.0,
     token: float | None = None,
     progress: Callable[[int], None] = lambda arrived: None,
+    correction: Correction | None = None,
 ) -> Played:
     """Simulates the trace. The gap target is at least `min_gap` seconds, as when serving.
 
-    `token` is the measured time to deliver one token (see `Served`). The scheduler still plans with the profile's
-    value, as the served scheduler does.
+    `token` is the measured time to deliver one token (see `Served`), and `correction` is what probes found. The
+    scheduler still plans with the profile alone, as the served scheduler does.
     """
     promised = replace(targets, gap=max(targets.gap, min_gap))
-    host = profile.host if token is None else replace(profile.host, token=token)
-    real = replace(profile, host=host)
-    return run_policy(policy, trace, real, promised, truth_of(profile), progress, profile.cost_model())
+    truth = (correction or Correction()).applied_to(truth_of(profile))
+    return run_policy(policy, trace, _with_token(profile, token), promised, truth, progress, profile.cost_model())
+
+
+def _with_token(profile: Profile, token: float | None) -> Profile:
+    return profile if token is None else replace(profile, host=replace(profile.host, token=token))
 
 
 def compared(served: Sequence[Report], simulated: Report) -> list[Line]:
