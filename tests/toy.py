@@ -4,20 +4,22 @@ grammar hashes as well: a mask of another position, or of another request, gives
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import Policy, Scheduler, StepPlan, chunked
-from weft.engine.executor import StepInputs, StepMasks, StepResult
+from weft.core import Policy, Scheduler, StepBatch, chunked
+from weft.engine.executor import DeviceMemory, Executor, ExecutorFacts, StepInputs, StepMasks, StepResult
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Standing, Stream
 from weft.engine.structured import Form, Grammar
+from weft.kv.spec import KVLayout, KVSpec
 
 VOCAB = 50
 EOS = 0  # sampled about every fiftieth token
@@ -78,54 +80,120 @@ class ToyForm(Form):
         return self._only
 
 
-class Lazy(NamedTuple):
-    """Runs when asked for its result, so that everything planned meanwhile has happened before."""
+class Lazy:
+    """Runs when asked for its result, after all that was submitted before it: what is planned meanwhile comes first."""
 
-    executor: "ToyExecutor"
-    plan: StepPlan
-    inputs: StepInputs
-    masks: StepMasks | None
+    def __init__(self, pending: "deque[Lazy]", run: Callable[[], Any]) -> None:
+        self.pending, self.run = pending, run
+        self.found: Any = None
+        self.error: Exception | None = None
+        pending.append(self)
 
-    def result(self) -> StepResult:
-        return self.executor.run(self.plan, self.inputs, self.masks)
+    def result(self) -> Any:
+        while self in self.pending:
+            first = self.pending[0]
+            try:
+                first.found = first.run()  # an interrupt here changes nothing
+            except Exception as error:
+                first.error = error
+            self.pending.popleft()
+        if self.error is not None:
+            raise self.error
+        return self.found
 
 
 class ToyExecutor:
     def __init__(self, slots: int, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.cache = np.full(num_blocks * block_size, -1, np.int64)  # state after the token at this place
-        self.tables = np.zeros((slots, num_blocks), np.int64)
+        # Two numbers of four bytes for each token: as large as the state that is kept.
+        layout = KVLayout(num_layers=1, block_size=block_size, num_kv_heads=1, head_dim=1, dtype="float32")
+        self.facts = ExecutorFacts("toy", "virtual", layout, VOCAB)
+        self.slots = slots
+        self.pending: deque[Lazy] = deque()
+        self.allocate(KVSpec(layout, num_blocks))
         self.last_token = np.zeros(slots, np.int64)
+        self.lengths = np.zeros(slots, np.int64)  # tokens that are computed
         self.steps = 0
         self.computed = 0
 
-    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Lazy:
-        return Lazy(self, plan, inputs, masks)
+    def measure(self) -> DeviceMemory:
+        return DeviceMemory(total=1 << 30, free=1 << 30, later=0)
+
+    def allocate(self, spec: KVSpec) -> None:
+        self.cache = np.full(spec.num_blocks * self.block_size, -1, np.int64)  # state after the token at this place
+        self.tables = np.zeros((self.slots, spec.num_blocks), np.int64)
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        progress(1, 1)
+
+    def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> Lazy:
+        return Lazy(self.pending, lambda: self.run(batch, inputs, masks))
+
+    def read_blocks(self, blocks: Sequence[int]) -> Lazy:
+        return Lazy(self.pending, lambda: self._blocks[list(blocks)].view(np.uint8))
+
+    def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> Lazy:
+        def write() -> None:
+            self._blocks[list(blocks)] = np.ascontiguousarray(data).view(np.int64)
+
+        return Lazy(self.pending, write)
+
+    def fill(self) -> None:
+        self.cache[:] = np.arange(len(self.cache))
 
     def close(self) -> None:
         pass
 
-    def run(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None) -> StepResult:
+    def accepts(self, batch: StepBatch, row: int) -> bool:
+        """Whether the step computes a decode row. If not, the scheduler must plan it again."""
+        return True
+
+    def run(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None) -> StepResult:
         allowed = _unpacked(masks)
-        self.tables[plan.new_blocks.slots, plan.new_blocks.columns] = plan.new_blocks.blocks
-        decodes = self.last_token[plan.slots[: plan.num_decodes]]
+        self.tables[batch.new_blocks.slots, batch.new_blocks.columns] = batch.new_blocks.blocks
+        decodes = self.last_token[batch.slots[: batch.num_decodes]]
         values = iter([*decodes.tolist(), *inputs.prefill_tokens.tolist()])
-        tokens = []
-        for slot, first, count, samples in zip(plan.slots, plan.first, plan.count, plan.samples, strict=True):
+        tokens, accepted, sampled = [], batch.count.copy(), 0
+        for row, (slot, first, count) in enumerate(zip(batch.slots, batch.first, batch.count, strict=True)):
+            inputs_of_row = [next(values) for _ in range(count)]
+            place, sampled = sampled, sampled + int(batch.samples[row])
+            if row < batch.num_decodes:
+                first = self.lengths[slot]  # the plan is too far ahead if a step before was not accepted
+                if not self.accepts(batch, row):
+                    accepted[row] = 0
+                    continue
             state = 0 if first == 0 else int(self.cache[self._place(slot, first - 1)])
-            for position in range(first, first + count):
-                state = advance(state, next(values))
+            for position, token in enumerate(inputs_of_row, start=first):
+                state = advance(state, token)
                 self.cache[self._place(slot, position)] = state
-            if samples:
-                tokens.append(choose(state, allowed.get(len(tokens), ANY)))
+            self.lengths[slot] = first + count
+            if batch.samples[row]:
+                tokens.append(choose(state, allowed.get(place, ANY)))
                 self.last_token[slot] = tokens[-1]
         self.steps += 1
-        self.computed += plan.num_tokens
-        return StepResult(tokens, started=float(self.steps), finished=self.steps + 0.5)
+        self.computed += int(accepted.sum())
+        is_whole = bool((accepted == batch.count).all())
+        times = {"started": float(self.steps), "finished": self.steps + 0.5}
+        return StepResult(tokens, **times, accepted=None if is_whole else accepted)
+
+    @property
+    def _blocks(self) -> NDArray[np.int64]:
+        return self.cache.reshape(-1, self.block_size)
 
     def _place(self, slot: int, position: int) -> int:
         block, offset = divmod(int(position), self.block_size)
         return int(self.tables[slot, block]) * self.block_size + offset
+
+
+class ReluctantExecutor(ToyExecutor):
+    """Leaves out a decode now and then, as an executor may that waits for something. It must be planned again."""
+
+    refusals = 0
+
+    def accepts(self, batch: StepBatch, row: int) -> bool:
+        is_accepted = advance(batch.number, row) % 4 > 0
+        self.refusals += not is_accepted
+        return is_accepted
 
 
 def toy_loop(
@@ -137,6 +205,7 @@ def toy_loop(
     depth: int = 1,
     caching: bool = True,
     policy: Policy | None = None,
+    make_executor: Callable[[int, int, int], Executor] = ToyExecutor,
 ) -> Loop:
     scheduler = Scheduler(
         policy=policy or chunked(budget),
@@ -145,7 +214,7 @@ def toy_loop(
         max_num_seqs=seqs,
         enable_prefix_caching=caching,
     )
-    executor = ToyExecutor(scheduler.slots.size, num_blocks, block_size)
+    executor = make_executor(scheduler.slots.size, num_blocks, block_size)
     ticks = iter(range(10**9))
     return Loop(scheduler, executor, depth=depth, clock=lambda: float(next(ticks)))
 

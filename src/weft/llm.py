@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from weft.engine.build import build_engine
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
-from weft.engine.loop import TokenEvent
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.engine.pooling import check_dimensions, finished, pooling_of, pooling_params
 from weft.engine.stream import Stream
+from weft.engine.streams import TokenEvent
 from weft.errors import EngineError, ModelError, PromptError, RequestError
 from weft.files import read_json
 from weft.hub import resolve_model

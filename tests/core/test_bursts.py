@@ -37,10 +37,11 @@ class Counted:
         """Paces that the plan asked for."""
         before = self.asked
         plan = self.scheduler.plan(self.now)
-        if plan is not None:
-            started, self.now = self.now, self.now + (plan.predicted or 0.0)
-            done = [(plan.requests[row], "length") for row in np.flatnonzero(plan.last).tolist()]
-            self.scheduler.commit(plan, Outcome(finished=done), started, self.now)
+        if plan.batch is not None:
+            step = self.scheduler.in_flight[-1]
+            started, self.now = self.now, self.now + (step.predicted or 0.0)
+            done = [(step.requests[row], "length") for row in np.flatnonzero(plan.last).tolist()]
+            self.scheduler.commit(plan.batch, Outcome(finished=done), started, self.now)
         return self.asked - before
 
     def run(self, streams: int) -> None:
@@ -86,11 +87,11 @@ def test_streams_decode_in_every_step_while_a_burst_is_screened() -> None:
     drive.burst(500)
     while drive.scheduler.num_unscreened:
         plan = drive.scheduler.plan(drive.now)
-        assert plan is not None
-        assert plan.num_decodes >= 16
-        started, drive.now = drive.now, drive.now + (plan.predicted or 0.0)
+        assert plan.batch is not None
+        assert plan.batch.num_decodes >= 16
+        started, drive.now = drive.now, drive.now + (drive.scheduler.in_flight[-1].predicted or 0.0)
         assert drive.now - started <= 0.025
-        drive.scheduler.commit(plan, Outcome(), started, drive.now)
+        drive.scheduler.commit(plan.batch, Outcome(), started, drive.now)
 
 
 def test_the_burst_of_the_benchmark_is_screened_in_half_a_second_of_virtual_time() -> None:

@@ -2,10 +2,11 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 
 from tests.company import BLOCK, Arrival, Case, assert_it_really_happened, cases, play
-from tests.toy import ToyMatcher, solo, toy_loop, toy_stream
+from tests.toy import ReluctantExecutor, ToyExecutor, ToyMatcher, solo, toy_loop, toy_stream
 from weft.engine.stream import Stream
 
 
@@ -26,7 +27,8 @@ def is_constrained(arrival: Arrival) -> bool:
     return arrival.seed in (4, 5)  # as in tests/engine
 
 
-def test_company_never_changes_tokens() -> None:
+@pytest.mark.parametrize("executor", [ToyExecutor, ReluctantExecutor])
+def test_company_never_changes_tokens(executor: type[ToyExecutor]) -> None:
     seen: Counter[str] = Counter()
     streams: list[Stream] = []
 
@@ -40,6 +42,7 @@ def test_company_never_changes_tokens() -> None:
             seqs=case.seqs,
             depth=case.depth,
             caching=case.caching,
+            make_executor=executor,
         )
 
         def alone(arrival: Arrival) -> list[int]:
@@ -50,9 +53,11 @@ def test_company_never_changes_tokens() -> None:
             return streams[-1]
 
         play(case, loop, opened, alone, seen)
+        seen["refused decodes"] += getattr(loop.executor, "refusals", 0)
         loop.close()
 
     plays()
     assert_it_really_happened(seen)
     preempted = sum(stream.request.preemptions for stream in streams if stream.request.constrained)
     assert preempted >= 5
+    assert (seen["refused decodes"] > 1000) == (executor is ReluctantExecutor)

@@ -108,9 +108,9 @@ def calls_of_a_plan(queued: int, tenants: int, batch: bool) -> int:
     def step() -> None:
         nonlocal now
         plan = scheduler.plan(now)
-        if plan is not None:
-            started, now = now, now + (plan.predicted or 0.0)
-            scheduler.commit(plan, Outcome(), started, now)
+        if plan.batch is not None:
+            started, now = now, now + (scheduler.in_flight[-1].predicted or 0.0)
+            scheduler.commit(plan.batch, Outcome(), started, now)
 
     for number in range(queued):
         scheduler.add(request(f"{number:06d}", batch))

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.toy import ToyExecutor, solo, toy_loop, toy_stream
-from weft.core import Coefficients, CostModel, Request, State, StepPlan, slo
+from weft.core import Coefficients, CostModel, Plan, Request, State, slo
 from weft.engine.loop import Loop
 from weft.engine.stream import Stream
 from weft.errors import RequestError
@@ -14,10 +14,11 @@ def run(loop: Loop, *, steps: int = 10_000) -> list[str]:
     lines: list[str] = []
     plan_of = loop.scheduler.plan
 
-    def watched(now: float) -> StepPlan | None:
+    def watched(now: float) -> Plan:
         plan = plan_of(now)
-        if plan is not None:
-            lines.append(" ".join(f"{s.request.id}:{s.first}+{s.count}{'*' * s.samples}" for s in plan.slices()))
+        if plan.batch is not None:
+            slices = loop.scheduler.in_flight[-1].slices()
+            lines.append(" ".join(f"{s.request.id}:{s.first}+{s.count}{'*' * s.samples}" for s in slices))
         return plan
 
     loop.scheduler.plan = watched  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.core.test_scheduler import prompt, run
 from tests.toy import ToyExecutor, solo, toy_loop, toy_stream
-from weft.core import Coefficients, CostModel, Request, Scheduler, StepPlan, chunked, slo
+from weft.core import Coefficients, CostModel, Request, Scheduler, StepBatch, chunked, slo
 from weft.core.cost import StepShape, decodes_alone
 from weft.core.promises import Source
 from weft.core.tenants import Tenants
@@ -24,9 +24,9 @@ class Timed(ToyExecutor):
 
     now = 0.0
 
-    def run(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None) -> StepResult:
-        result = super().run(plan, inputs, masks)
-        result.started, self.now = self.now, self.now + COST.predict(plan.shape)
+    def run(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None) -> StepResult:
+        result = super().run(batch, inputs, masks)
+        result.started, self.now = self.now, self.now + COST.predict(batch.shape)
         result.finished = self.now
         return result
 

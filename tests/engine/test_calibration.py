@@ -13,30 +13,29 @@ import pytest
 
 from tests.engine.tiny import tiny_directory
 from weft import LLM, EngineError, SamplingParams
-from weft.core import Coefficients, StepPlan, StepShape
+from weft.core import Coefficients, StepBatch, StepShape
 from weft.engine.calibration import (
     FORMAT,
     REHEARSAL,
     Calibration,
     calibrate,
     calibration_file,
-    device_name,
     load_calibration,
     save_calibration,
 )
-from weft.engine.executor import StepInputs, StepMasks, StepResult
+from weft.engine.device import device_name
+from weft.engine.executor import ExecutorFacts, StepInputs, StepMasks, StepResult
 from weft.engine.rehearsal import ACTS, BURSTS, FULL
+from weft.engine.simulated import LAYOUT, SimulatedExecutor, VirtualClock
 
 SLOW = Coefficients(fixed=2e-3, weights=3e-3, token=2e-4, pair=3e-8, slice=2e-4, decode=5e-5, context=1e-6)
 FAST = Coefficients(fixed=2e-3, weights=6e-3, token=2e-5, pair=8e-10, slice=2e-5, decode=1e-5, context=3e-8)
 LIMITS: dict[str, int] = {
-    "slots": 512,
     "max_num_seqs": 256,
     "num_blocks": 8192,
     "block_size": 16,
     "max_model_len": 16384,
     "max_num_batched_tokens": 2048,
-    "vocab_size": 100,
 }
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -57,7 +56,10 @@ class Pending:
         return self.run()
 
 
-class Device:
+FACTS = ExecutorFacts("a machine", "cpu", LAYOUT, vocab_size=100)
+
+
+class Device(SimulatedExecutor):
     """Takes the time that its coefficients say, give or take; checks that plans are what a scheduler could make."""
 
     def __init__(
@@ -67,7 +69,9 @@ class Device:
         noise: float = 0.0,
         hiccups: float = 0.0,
         seed: int = 5,
+        facts: ExecutorFacts = FACTS,
     ):
+        super().__init__(VirtualClock(), facts=facts)
         self.coefficients = coefficients
         self.limits = limits
         self.noise, self.hiccups = noise, hiccups
@@ -75,43 +79,40 @@ class Device:
         self.now = 100.0
         self.in_flight = 0
         size = limits["block_size"]
-        self.tables = np.full((limits["slots"], -(-limits["max_model_len"] // size)), -1)
+        self.tables = np.full((2 * limits["max_num_seqs"], -(-limits["max_model_len"] // size)), -1)
         self.written = np.zeros(limits["num_blocks"] * size, np.bool_)
         self.shapes: list[StepShape] = []
 
-    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Pending:
+    def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> Any:
         assert self.in_flight < 2
         self.in_flight += 1
-        return Pending(lambda: self.run(plan, inputs))
+        return Pending(lambda: self.run(batch, inputs))
 
-    def close(self) -> None:
-        pass
-
-    def run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+    def run(self, batch: StepBatch, inputs: StepInputs) -> StepResult:
         self.in_flight -= 1
-        self.check(plan, inputs)
-        self.shapes.append(plan.shape)
+        self.check(batch, inputs)
+        self.shapes.append(batch.shape)
         started = self.now
-        seconds = self.coefficients.predict(plan.shape) * self.random.normal(1, self.noise)
+        seconds = self.coefficients.predict(batch.shape) * self.random.normal(1, self.noise)
         self.now += seconds * (5 if self.random.random() < self.hiccups else 1)
-        return StepResult(tokens=[0] * int(plan.samples.sum()), started=started, finished=self.now)
+        return StepResult(tokens=[0] * int(batch.samples.sum()), started=started, finished=self.now)
 
-    def check(self, plan: StepPlan, inputs: StepInputs) -> None:
-        rows, size = len(plan.slots), self.limits["block_size"]
+    def check(self, batch: StepBatch, inputs: StepInputs) -> None:
+        rows, size = len(batch.slots), self.limits["block_size"]
         assert 0 < rows <= self.limits["max_num_seqs"]
-        assert len(set(plan.slots.tolist())) == rows
-        assert plan.shape.tokens == plan.count.sum() <= self.limits["max_num_batched_tokens"]
-        assert plan.shape.context == (plan.first + 1)[: plan.num_decodes].sum()
-        assert len(inputs.prefill_tokens) == plan.count[plan.num_decodes :].sum()
-        assert (plan.first + plan.count).max() <= self.limits["max_model_len"]
-        self.tables[plan.new_blocks.slots, plan.new_blocks.columns] = plan.new_blocks.blocks
+        assert len(set(batch.slots.tolist())) == rows
+        assert batch.shape.tokens == batch.count.sum() <= self.limits["max_num_batched_tokens"]
+        assert batch.shape.context == (batch.first + 1)[: batch.num_decodes].sum()
+        assert len(inputs.prefill_tokens) == batch.count[batch.num_decodes :].sum()
+        assert (batch.first + batch.count).max() <= self.limits["max_model_len"]
+        self.tables[batch.new_blocks.slots, batch.new_blocks.columns] = batch.new_blocks.blocks
         places = []
-        for slot, first, count in zip(plan.slots, plan.first, plan.count, strict=True):
+        for slot, first, count in zip(batch.slots, batch.first, batch.count, strict=True):
             positions = np.arange(first + count)
             blocks = self.tables[slot, positions // size]
             assert blocks.min() >= 0
             places.append(blocks * size + positions % size)
-        fresh = np.concatenate([where[first:] for where, first in zip(places, plan.first, strict=True)])
+        fresh = np.concatenate([where[first:] for where, first in zip(places, batch.first, strict=True)])
         assert len(np.unique(fresh)) == len(fresh), "two rows write to one place"
         self.written[fresh] = True
         assert self.written[np.concatenate(places)].all(), "something is read that nobody wrote"
@@ -128,7 +129,7 @@ SHAPES = [
 @pytest.mark.parametrize("truth", [SLOW, FAST])
 def test_known_costs_are_recovered_through_noise_and_hiccups(truth: Coefficients) -> None:
     device = Device(truth, LIMITS, noise=0.03, hiccups=0.03)
-    found = calibrate(device, **LIMITS, device="a machine")
+    found = calibrate(device, **LIMITS)
     for shape in SHAPES:
         assert found.coefficients.predict(shape) == pytest.approx(truth.predict(shape), rel=0.06)
     assert abs(found.mean) < 0.03
@@ -142,8 +143,8 @@ def test_known_costs_are_recovered_through_noise_and_hiccups(truth: Coefficients
 def test_a_gpu_has_sizes_and_residuals() -> None:
     truth = replace(FAST, grain=128, wave=512, reach=1e-7, sizes=(1.15, 1.0, 0.9, 1.1))
     limits = {**LIMITS, "max_num_batched_tokens": 512}
-    device = PreparedAhead(Device(truth, limits, noise=0.01))
-    found = calibrate(device, **limits, device="", ahead=True, grain=128, wave=512)
+    device = PreparedAhead(Device(truth, limits, noise=0.01), grain=128, wave=512)
+    found = calibrate(device, **limits)
     assert len(found.coefficients.sizes) == 4
     steps = [truth.with_slice(StepShape(8, decodes=8, context=4000.0), 0, tokens) for tokens in (100, 200, 350, 500)]
     for step in steps:
@@ -152,23 +153,24 @@ def test_a_gpu_has_sizes_and_residuals() -> None:
     assert max(abs(line.predict(step) / truth.predict(step) - 1) for step in steps) > 0.06
     assert found.residuals is not None
     assert abs(found.residuals.hot) < 0.05
-    plain = calibrate(PreparedAhead(Device(FAST, LIMITS)), **LIMITS, device="", ahead=True, grain=1, wave=512)
+    plain = calibrate(PreparedAhead(Device(FAST, LIMITS), wave=512), **LIMITS)
     assert plain.coefficients.sizes == (), "as many sizes as tokens would say nothing"
 
 
-class PreparedAhead:
+class PreparedAhead(SimulatedExecutor):
     """A device with a host that takes long to prepare a step, unless it can do so while another one runs."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, **facts: int) -> None:
+        super().__init__(VirtualClock(), facts=FACTS._replace(ahead=True, **facts))  # type: ignore[arg-type]
         self.device = device
         self.in_flight = 0
         self.waits = 0  # steps for which the device waited
 
-    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Pending:
+    def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> Any:
         waited = 0.0 if self.in_flight else 5e-3
         self.waits += not self.in_flight
         self.device.now += waited
-        result = self.device.submit(plan, inputs).result()
+        result = self.device.submit(batch, inputs).result()
         self.in_flight += 1
         assert self.in_flight <= 2
 
@@ -178,13 +180,10 @@ class PreparedAhead:
 
         return Pending(take)
 
-    def close(self) -> None:
-        pass
-
 
 def test_where_steps_are_prepared_ahead_the_host_costs_nothing() -> None:
     device = PreparedAhead(Device(FAST, LIMITS, noise=0.01))
-    found = calibrate(device, **LIMITS, device="", ahead=True)
+    found = calibrate(device, **LIMITS)
     assert device.waits == 1 + len(ACTS) + len(FULL) + len(BURSTS), (
         "but for the beginnings, the device is to be as busy as it is in service"
     )
@@ -196,16 +195,16 @@ def test_where_steps_are_prepared_ahead_the_host_costs_nothing() -> None:
 class Contended(Device):
     """Takes longer for a step while the next one is planned, as two cores do that have both to do."""
 
-    def run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+    def run(self, batch: StepBatch, inputs: StepInputs) -> StepResult:
         is_served = self.in_flight > 1
-        result = super().run(plan, inputs)
+        result = super().run(batch, inputs)
         if is_served:
             self.now += 0.25 * (result.finished - result.started)
         return replace(result, finished=self.now)
 
 
 def test_steps_are_expected_to_take_what_they_take_in_service() -> None:
-    found = calibrate(Contended(SLOW, LIMITS, noise=0.02), **LIMITS, device="")
+    found = calibrate(Contended(SLOW, LIMITS, noise=0.02), **LIMITS)
     for shape in SHAPES:
         assert found.coefficients.predict(shape) == pytest.approx(1.25 * SLOW.predict(shape), rel=0.06)
     assert found.error_p50 < 0.05
@@ -214,7 +213,7 @@ def test_steps_are_expected_to_take_what_they_take_in_service() -> None:
 def test_it_keeps_to_its_time_and_mixes_decodes_with_slices() -> None:
     device = Device(SLOW, LIMITS, noise=0.03)
     shares: list[float] = []
-    found = calibrate(device, **LIMITS, device="", seconds=3.0, progress=shares.append)
+    found = calibrate(device, **LIMITS, seconds=3.0, progress=shares.append)
     assert 2.7 < device.now - 100 - REHEARSAL * 3.0 < 3.6
     assert device.in_flight == 0
     assert len(shares) < found.steps <= len(device.shapes)
@@ -229,7 +228,7 @@ def test_it_keeps_to_its_time_and_mixes_decodes_with_slices() -> None:
 def test_what_the_steps_do_not_tell_of_does_not_become_absurd(seed: int) -> None:
     truth = replace(SLOW, weights=0.0, fixed=5e-3)  # no step is bound by bytes
     device = Device(truth, LIMITS, noise=0.1, seed=seed)
-    found = calibrate(device, **LIMITS, device="", seconds=2.0)
+    found = calibrate(device, **LIMITS, seconds=2.0)
     for shape in SHAPES:
         assert found.coefficients.predict(shape) == pytest.approx(truth.predict(shape), rel=0.3)
 
@@ -237,7 +236,7 @@ def test_what_the_steps_do_not_tell_of_does_not_become_absurd(seed: int) -> None
 @pytest.mark.parametrize(
     "changes",
     [
-        {"max_num_seqs": 1, "slots": 2},
+        {"max_num_seqs": 1},
         {"max_model_len": 2, "num_blocks": 1},
         {"num_blocks": 1, "max_model_len": 17},
         {"num_blocks": 3, "max_model_len": 40},
@@ -249,14 +248,14 @@ def test_what_the_steps_do_not_tell_of_does_not_become_absurd(seed: int) -> None
 def test_small_engines_are_measured_within_their_limits(changes: dict[str, int]) -> None:
     limits = LIMITS | changes
     device = Device(FAST, limits)
-    found = calibrate(device, **limits, device="", seconds=1.0)
+    found = calibrate(device, **limits, seconds=1.0)
     measured = device.shapes[-1]
     assert found.coefficients.predict(measured) == pytest.approx(FAST.predict(measured), rel=0.1)
 
 
 def test_too_little_time_is_an_error_that_says_how_much_is_needed() -> None:
     with pytest.raises(EngineError, match=r"^0.02 seconds are too short: \d+ different steps .* --seconds 1\)$"):
-        calibrate(Device(SLOW, LIMITS), **LIMITS, device="", seconds=0.02)
+        calibrate(Device(SLOW, LIMITS), **LIMITS, seconds=0.02)
 
 
 def test_a_real_executor_is_measured_and_then_serves_as_before(tmp_path: Path) -> None:
@@ -267,14 +266,11 @@ def test_a_real_executor_is_measured_and_then_serves_as_before(tmp_path: Path) -
         scheduler = llm.engine.loop.scheduler
         found = calibrate(
             llm.engine.loop.executor,
-            slots=scheduler.slots.size,
             max_num_seqs=scheduler.max_num_seqs,
             num_blocks=scheduler.num_blocks,
             block_size=scheduler.block_size,
             max_model_len=llm.engine.max_model_len,
             max_num_batched_tokens=llm.options.max_num_batched_tokens,
-            vocab_size=llm.engine.vocab_size,
-            device="",
             seconds=4.0,
         )
         after = llm.generate(prompts, params, progress=False)
@@ -365,11 +361,11 @@ def test_what_steps_take_longer_after_an_idle_time_is_found() -> None:
     class Sleepy(Device):
         last = math.inf
 
-        def run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+        def run(self, batch: StepBatch, inputs: StepInputs) -> StepResult:
             rested, self.last = time.monotonic() - self.last > 0.05, time.monotonic()
-            result = super().run(plan, inputs)
+            result = super().run(batch, inputs)
             self.now += 0.4 * (result.finished - result.started) * rested
             return replace(result, finished=self.now)
 
-    assert calibrate(Sleepy(FAST, LIMITS, noise=0.01), **LIMITS, device="").wake == pytest.approx(0.4, abs=0.1)
-    assert calibrate(Device(FAST, LIMITS, noise=0.01), **LIMITS, device="").wake < 0.1
+    assert calibrate(Sleepy(FAST, LIMITS, noise=0.01), **LIMITS).wake == pytest.approx(0.4, abs=0.1)
+    assert calibrate(Device(FAST, LIMITS, noise=0.01), **LIMITS).wake < 0.1

@@ -18,7 +18,7 @@ from weft.engine.params import SamplingParams, StructuredOutputs
 from weft.engine.stream import Standing, Stream
 from weft.engine.structured import Grammar, Grammars
 from weft.engine.torch_executor import TorchExecutor
-from weft.kv import KVPool
+from weft.kv.spec import KVSpec
 from weft.models import CausalLM, load_config, load_model
 
 CPU = torch.device("cpu")
@@ -63,16 +63,6 @@ def open_stream(name: str, arrival: Arrival, now: float, grammar: Grammar | None
 
 
 def torch_loop(model: CausalLM, case: Case) -> Loop:
-    config = model.config
-    kv = KVPool(
-        num_layers=config.num_layers,
-        num_blocks=case.num_blocks,
-        block_size=BLOCK,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=torch.float64,
-        device=CPU,
-    )
     scheduler = Scheduler(
         policy=case.policy,
         num_blocks=case.num_blocks,
@@ -80,9 +70,8 @@ def torch_loop(model: CausalLM, case: Case) -> Loop:
         max_num_seqs=case.seqs,
         enable_prefix_caching=case.caching,
     )
-    executor = TorchExecutor(
-        model, kv, slots=scheduler.slots.size, max_model_len=128, vocab_size=config.vocab_size, device=CPU
-    )
+    executor = TorchExecutor(model, block_size=BLOCK, slots=scheduler.slots.size, max_model_len=128, device=CPU)
+    executor.allocate(KVSpec(executor.facts.layout, case.num_blocks))
     return Loop(scheduler, executor, depth=case.depth)
 
 

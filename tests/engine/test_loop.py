@@ -60,21 +60,22 @@ def test_blocks_are_hashed_while_the_device_computes(depth: int) -> None:
     submit, size, waits = loop.executor.submit, loop.scheduler.block_size, 0
 
     class Waiting:
-        def __init__(self, plan: Any, pending: Any) -> None:
-            self.plan, self.pending = plan, pending
+        def __init__(self, batch: Any, pending: Any) -> None:
+            self.batch, self.pending = batch, pending
+            self.requests = loop.scheduler.in_flight[-1].requests
 
         def result(self) -> Any:
             nonlocal waits
             waits += 1
-            ends = (self.plan.first + self.plan.count).tolist()
-            for request, end in zip(self.plan.requests, ends, strict=True):
+            ends = (self.batch.first + self.batch.count).tolist()
+            for request, end in zip(self.requests, ends, strict=True):
                 if request.state is not State.FINISHED:
                     assert len(request.hashes) == max(end, request.prompt_tokens) // size
             if waits % 5 == 0:
                 raise KeyboardInterrupt
             return self.pending.result()
 
-    loop.executor.submit = lambda plan, *rest: Waiting(plan, submit(plan, *rest))  # type: ignore[method-assign]
+    loop.executor.submit = lambda batch, *rest: Waiting(batch, submit(batch, *rest))  # type: ignore[method-assign]
     for number in range(3):
         loop.add(toy_stream(f"r{number}", prompt(number, 9), 40))
     while loop.has_work:

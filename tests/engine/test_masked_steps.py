@@ -276,8 +276,9 @@ def watch(loop: Loop) -> list[str]:
 
     def watched(now: float) -> Any:
         plan = plan_of(now)
-        if plan is not None:
-            lines.append(" ".join(f"{s.request.id}:{s.first}+{s.count}{'*' * s.samples}" for s in plan.slices()))
+        if plan.batch is not None:
+            slices = loop.scheduler.in_flight[-1].slices()
+            lines.append(" ".join(f"{s.request.id}:{s.first}+{s.count}{'*' * s.samples}" for s in slices))
         return plan
 
     loop.scheduler.plan = watched  # type: ignore[method-assign]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from weft.kernels.attention import Heads
-from weft.kv import KVPool
+from weft.kv.pool import KVPool
+from weft.kv.spec import KVLayout, KVSpec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -48,8 +49,8 @@ class Bench:
         pages = [-(-end // BLOCK) for end in ends]
         order = np.random.default_rng(0).permutation(sum(pages)).astype(np.int32)
         self.tables = np.split(order, np.cumsum(pages)[:-1])
-        sizes: dict[str, Any] = {"num_blocks": len(order), "block_size": BLOCK, "num_kv_heads": KV_HEADS}
-        self.kv = KVPool(num_layers=2, head_dim=HEAD_DIM, dtype=torch.bfloat16, device=DEVICE, **sizes)
+        layout = KVLayout(2, BLOCK, KV_HEADS, HEAD_DIM, "bfloat16")
+        self.kv = KVPool(KVSpec(layout, len(order)), DEVICE)
         self.refill()
         self.slots = torch.zeros((len(ends), max(pages)), dtype=torch.int32)
         for slot, table in enumerate(self.tables):

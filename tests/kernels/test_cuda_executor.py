@@ -21,7 +21,8 @@ from weft.core.slots import Slots
 from weft.engine import cuda_executor, staging
 from weft.kernels.attention import Attend
 from weft.kernels.cuda import PlainPrefills
-from weft.kv import KVPool
+from weft.kv.pool import KVPool
+from weft.kv.spec import KVSpec
 from weft.models import CausalLM
 
 pytestmark = [
@@ -78,6 +79,7 @@ def _device_of_paper(monkeypatch: pytest.MonkeyPatch) -> None:
         "current_stream": lambda device: Moment(),
         "synchronize": lambda device=None: None,
         "graph_pool_handle": lambda: (0, 0),
+        "mem_get_info": lambda device=None: (1 << 30, 1 << 31),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
 
@@ -102,22 +104,17 @@ def _replace_executor(llm: weft.LLM, options: dict[str, int], *, captured: bool)
     """As `build_engine` would make it."""
     loop = llm.engine.loop
     model, blocks = loop.executor.model, loop.scheduler.num_blocks  # type: ignore[attr-defined]
-    config = model.config
-    size = {"block_size": 16, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "dtype": model.dtype}
-
-    def pool(num_blocks: int) -> KVPool:
-        return KVPool(num_layers=config.num_layers, num_blocks=num_blocks, device=torch.device("cpu"), **size)
-
     seqs, budget = options["max_num_seqs"], options["max_num_batched_tokens"]
     limits = cuda_executor.Limits(seqs, budget, CONTEXT, Slots.size_for(seqs))
-    executor = cuda_executor.CudaExecutor(model, pool(1), limits, device=torch.device("cpu"))
-    executor.rehearse()
-    if captured:
-        executor.capture(largest=True)
-    executor.use(pool(blocks + 1))
-    if captured:
-        executor.capture()
-    executor.take_memory()
+    executor = cuda_executor.CudaExecutor(model, limits, block_size=16, device=torch.device("cpu"))
+    if not captured:
+        executor.capture = lambda **options: None  # type: ignore[method-assign]
+    memory = executor.measure()
+    assert memory.later > executor.untaken
+    executor.allocate(KVSpec(executor.facts.layout, blocks))
+    executor.warm_up()
+    if not captured:
+        del executor.capture
     loop.executor = executor
 
 
@@ -186,7 +183,7 @@ def test_the_largest_step_is_run_before_memory_is_given_away(
     monkeypatch.setattr(cuda_executor, "decode_sizes", lambda most: [most])
     sizes: list[int] = []
     before: list[int] = []
-    forward, use = CausalLM.forward, cuda_executor.CudaExecutor.use
+    forward, use = CausalLM.forward, cuda_executor.CudaExecutor._use
 
     def counted(self: CausalLM, token_ids: Tensor, attend: Attend) -> Tensor:
         sizes.append(len(token_ids))
@@ -204,7 +201,7 @@ def test_the_largest_step_is_run_before_memory_is_given_away(
             super().__init__(kv, tables, *slices)
 
     monkeypatch.setattr(CausalLM, "forward", counted)
-    monkeypatch.setattr(cuda_executor.CudaExecutor, "use", used)
+    monkeypatch.setattr(cuda_executor.CudaExecutor, "_use", used)
     monkeypatch.setattr(cuda_executor, "PlainPrefills", Legal)
     with _engine(tmp_path, gpu=True, max_num_batched_tokens=budget, max_num_seqs=seqs):
         assert max(sizes) == largest

@@ -11,7 +11,8 @@ from tests.kernels.device import DEVICE
 from weft.kernels.attention import Angles, HeadNorm, Heads
 from weft.kernels.cuda import CudaAttention, Keeping
 from weft.kernels.flashinfer import Kept, Slices
-from weft.kv import KVPool
+from weft.kv.pool import KVPool
+from weft.kv.spec import KVLayout, KVSpec
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK, COLUMNS, SLOTS, CAPACITY = 3, 2, 1, 16, 4, 12, 4, 40
 
@@ -32,10 +33,9 @@ class Traffic:
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
         torch.manual_seed(seed)
-        sizes: dict[str, Any] = {"num_blocks": (SLOTS + 1) * COLUMNS + 1, "block_size": BLOCK, "num_kv_heads": KV_HEADS}
-        self.kv = KVPool(num_layers=LAYERS, head_dim=DIM, dtype=torch.float32, device=DEVICE, **sizes)
-        for cache in (*self.kv.k, *self.kv.v):
-            cache.normal_()
+        layout = KVLayout(LAYERS, BLOCK, KV_HEADS, DIM, "float32")
+        self.kv = KVPool(KVSpec(layout, (SLOTS + 1) * COLUMNS + 1), DEVICE)
+        self.kv.fill()
         self.tables = self.random.permutation((SLOTS + 1) * COLUMNS).astype(np.int32).reshape(SLOTS + 1, COLUMNS)
         copy = torch.full((LAYERS, 2, CAPACITY + 1, KV_HEADS, DIM), torch.nan, device=DEVICE)
         self.kept, self.slot = Kept(copy), torch.full((1,), -1, dtype=torch.int32, device=DEVICE)

@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 
 from tests.smooth import SMOOTH
-from weft.core import CostModel, Outcome, Request, Scheduler, State, StepPlan, slo
+from weft.core import CostModel, Outcome, Plan, Request, Scheduler, State, slo
 
 PROFILE = SMOOTH
 COST = PROFILE.coefficients
@@ -24,7 +24,7 @@ class Drive:
         self.preemptions = 0
         self._free = 0.0
         self._coming = deque(sorted(requests, key=lambda request: request.arrival))
-        self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
+        self._in_flight: deque[tuple[Plan, float, float]] = deque()
         while self._turn() and self.now < horizon:
             pass
 
@@ -32,26 +32,28 @@ class Drive:
         while self._coming and self._coming[0].arrival <= self.now:
             self.scheduler.add(self._coming.popleft())
         plan = self.scheduler.plan(self.now)
-        if plan is not None:
+        if plan.batch is not None:
+            step = self.scheduler.in_flight[-1]
             started = max(self.now, self._free)
-            self._free = started + COST.predict(plan.shape)
+            self._free = started + COST.predict(plan.batch.shape)
             self._in_flight.append((plan, started, self._free))
-            self.preemptions += plan.preemptions
-        self.refused += [request.id for request in self.scheduler.refused]
-        self.scheduler.refused.clear()
-        if len(self._in_flight) > 1 or (plan is None and self._in_flight):
+            self.preemptions += step.preemptions
+        self.refused += [request.id for request in plan.refused]
+        if len(self._in_flight) > 1 or (plan.batch is None and self._in_flight):
             self._take_in(*self._in_flight.popleft())
-        elif plan is None:
+        elif plan.batch is None:
             if not self._coming:
                 return False
             self.now = max(self.now, self._coming[0].arrival)
         return True
 
-    def _take_in(self, plan: StepPlan, started: float, finished: float) -> None:
+    def _take_in(self, plan: Plan, started: float, finished: float) -> None:
         self.now = finished
-        done = [plan.requests[row] for row in np.flatnonzero(plan.last).tolist()]
+        assert plan.batch is not None
+        requests = self.scheduler.in_flight[0].requests
+        done = [requests[row] for row in np.flatnonzero(plan.last).tolist()]
         outcome = Outcome(finished=[(request, "length") for request in done if request.state is not State.FINISHED])
-        self.scheduler.commit(plan, outcome, started, finished)
+        self.scheduler.commit(plan.batch, outcome, started, finished)
 
 
 def ttft(request: Request) -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.sim.test_sweep import INVENTED, ONE, SMALL, UNIT, command, invent, invented, make_trace
 from tests.smooth import SMOOTH
-from weft.core import Request, Scheduler, Targets, chunked, monolithic
+from weft.core import Plan, Request, Scheduler, Targets, chunked, monolithic
 from weft.errors import OptionError
 from weft.sim import sweep_capacity
 from weft.sim.compare import kept_promises
@@ -173,11 +173,20 @@ def scheduler_of(kind: type[Scheduler] = Scheduler, prefills_first: bool = False
 
 
 class RefusesTheExpensive(Scheduler):
+    def reset(self) -> None:
+        super().reset()
+        self.too_long: list[Request] = []
+
     def add(self, request: Request) -> None:
         if request.prompt_tokens > 1000:
-            self.refused.append(request)
+            self.too_long.append(request)
         else:
             super().add(request)
+
+    def plan(self, now: float) -> Plan:
+        refused, self.too_long = self.too_long, []
+        plan = super().plan(now)
+        return plan._replace(refused=[*plan.refused, *refused])
 
 
 def share_kept(played: Played) -> float:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.smooth import SMOOTH
-from weft.core import CostModel, Scheduler, StepPlan, Targets, slo
+from weft.core import CostModel, Plan, PlannedStep, Scheduler, Targets, slo
 from weft.sim.simulator import Played, Truth, play
 from weft.sim.traces import Arrival, Trace
 
@@ -16,25 +16,26 @@ DEFAULTS = Targets(gap=0.05, ttft=1.0, ttft_per_1k=0.25)
 
 
 class Watched(Scheduler):
-    """Keeps its plans, and looks for work left undone whenever it makes one."""
+    """Keeps its steps, and looks for work left undone whenever it makes one."""
 
     def __init__(self, num_blocks: int = 50_000, seqs: int = 1024) -> None:
         policy = slo(CostModel(COST, spread=0.0), PROFILE.max_num_batched_tokens)
         super().__init__(policy=policy, num_blocks=num_blocks, block_size=16, max_num_seqs=seqs)
-        self.plans: list[StepPlan] = []
+        self.steps: list[PlannedStep] = []
 
-    def plan(self, now: float) -> StepPlan | None:
+    def plan(self, now: float) -> Plan:
         slots = self.slots
         ready = np.flatnonzero(slots.decoding & (slots.known < slots.limit))
         plan = super().plan(now)
-        decoding = set() if plan is None else set(plan.slots[: plan.num_decodes].tolist())
+        batch = plan.batch
+        decoding = set() if batch is None else set(batch.slots[: batch.num_decodes].tolist())
         assert decoding == set(ready[slots.decoding[ready]].tolist()), "a ready decode was left out"
-        if plan is None:
+        if batch is None:
             uncommitted = any(self.slots.in_flight)
             assert uncommitted or not (self.queue or self.running), "the device idles while work waits"
         else:
-            self.plans.append(plan)
-            assert plan.num_decodes or plan.shape.slices
+            self.steps.append(self.in_flight[-1])
+            assert batch.num_decodes or batch.shape.slices
         return plan
 
 
@@ -52,7 +53,7 @@ def test_a_short_prompt_just_behind_a_huge_one_does_not_wait_for_it() -> None:
     alone, _ = play_all([short])
     together, scheduler = play_all([Arrival(0.0, 100_000, 20), short])
     assert not together.refused.any()
-    longest = max(plan.predicted or 0.0 for plan in scheduler.plans)
+    longest = max(step.predicted or 0.0 for step in scheduler.steps)
     assert together.ttft[1] <= 2 * alone.ttft[0] + 2 * longest
     assert longest <= 0.25
 
@@ -72,7 +73,7 @@ def test_a_tenant_that_sends_twenty_times_as_much_does_not_slow_the_other(gap: f
     ours = np.array([a.tenant == "light" for a in sorted([*light, *heavy], key=lambda a: a.time)])
     assert not both.refused[ours].any(), "the light tenant was refused"
     assert both.refused[~ours].any(), "the heavy one is beyond what the device can do"
-    steps = 2 * max(plan.predicted or 0.0 for plan in scheduler.plans)
+    steps = 2 * max(step.predicted or 0.0 for step in scheduler.steps)
     assert np.percentile(both.ttft[ours], 99) <= 2 * np.percentile(alone.ttft, 99) + steps
 
 
@@ -117,7 +118,7 @@ def test_whoever_is_not_refused_comes_to_an_end_and_the_device_never_idles(
     """Classes, tenants, few seats and few blocks: nothing starves, blocks are accounted for, no ready decode waits."""
     played, scheduler = play_all(drawn, wanted, num_blocks=num_blocks, seqs=seqs)
     assert np.isfinite(played.finished[~played.refused]).all()
-    for plan in scheduler.plans:
-        decoding = plan.num_decodes > 0 and plan.shape.slices > 0
-        gaps = [request.gap_target for request in plan.requests[: plan.num_decodes]]
-        assert not decoding or plan.predicted is None or plan.predicted <= min(gaps) + 1e-9
+    for step in scheduler.steps:
+        decoding = step.batch.num_decodes > 0 and step.batch.shape.slices > 0
+        gaps = [request.gap_target for request in step.requests[: step.batch.num_decodes]]
+        assert not decoding or step.predicted is None or step.predicted <= min(gaps) + 1e-9

@@ -11,10 +11,11 @@ import pytest
 from tests.smooth import SMOOTH
 from weft.bench.others import Others, Ticks
 from weft.bench.replay import replay
-from weft.bench.virtual import VirtualExecutor, virtual_engine
+from weft.bench.virtual import virtual_engine
 from weft.core import Targets
 from weft.engine.build import MOST_SPREAD
 from weft.engine.engine import Promises
+from weft.engine.simulated import VirtualClock
 from weft.errors import OptionError
 from weft.load.client import Reply
 from weft.load.replay import served_of, token_prompts
@@ -33,11 +34,11 @@ def served_in_virtual_time(trace: Trace, truth: Truth) -> Played:
     engine = virtual_engine(SMOOTH, truth)
     assert engine.promises is not None
     engine.promises = Promises(TARGETS, engine.promises.calibration)
-    executor = engine.loop.executor
-    assert isinstance(executor, VirtualExecutor)
+    clock = engine.loop.clock
+    assert isinstance(clock, VirtualClock)
 
     def sleep(seconds: float) -> None:
-        executor.now += seconds
+        clock.now += seconds
 
     _, prompts = token_prompts(trace, engine.vocab_size, words=3)
     served = replay(engine, trace, prompts, sleep=sleep)

@@ -88,13 +88,14 @@ def test_a_step_that_was_quicker_than_predicted_delays_nobody() -> None:
     scheduler = exact_scheduler()
     scheduler.add(Request("a", 12_000, 1, ttft_target=9.0))
     plan = scheduler.plan(0.0)
-    assert plan is not None
-    assert (plan.predicted or 0.0) > 0.2
-    scheduler.commit(plan, Outcome(), 0.0, 0.05)
+    assert plan.batch is not None
+    assert (scheduler.in_flight[-1].predicted or 0.0) > 0.2
+    scheduler.commit(plan.batch, Outcome(), 0.0, 0.05)
     newcomer = Request("b", 10, 1, arrival=0.05, ttft_target=0.2)
     scheduler.add(newcomer)
-    assert scheduler.plan(0.05) is not None
-    assert not scheduler.refused
+    plan = scheduler.plan(0.05)
+    assert plan.batch is not None
+    assert not plan.refused
 
 
 def test_victims_are_the_same_every_time() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.smooth import SMOOTH
-from weft.core import Coefficients, CostModel, Scheduler, Source, StepPlan, Targets, slo
+from weft.core import Coefficients, CostModel, Plan, PlannedStep, Scheduler, Source, Targets, slo
 from weft.sim.profiles import load_profile
 from weft.sim.simulator import Truth, play
 from weft.sim.traces import Arrival, Trace
@@ -49,18 +49,18 @@ targets = st.builds(
 
 
 class Watched(Scheduler):
-    """Keeps its plans for a look afterwards."""
+    """Keeps its steps for a look afterwards."""
 
     def __init__(self, cost: Coefficients = COST) -> None:
         # An exact model has no error to allow for.
         policy = slo(CostModel(cost, spread=0.0), PROFILE.max_num_batched_tokens)
         super().__init__(policy=policy, num_blocks=200_000, block_size=16, max_num_seqs=1024, wave=cost.wave)
-        self.plans: list[StepPlan] = []
+        self.steps: list[PlannedStep] = []
 
-    def plan(self, now: float) -> StepPlan | None:
+    def plan(self, now: float) -> Plan:
         plan = super().plan(now)
-        if plan is not None:
-            self.plans.append(plan)
+        if plan.batch is not None:
+            self.steps.append(self.in_flight[-1])
         return plan
 
 
@@ -80,10 +80,10 @@ def test_every_admitted_request_keeps_its_promise_and_no_step_breaks_one(drawn: 
         strict = replace(wanted, ttft_source=Source.REQUEST)
         assert play(alone, Watched(), Truth(COST), strict).refused.all(), "an idle machine could have kept its promise"
     assert played.gaps.size == 0 or played.gaps.max() <= wanted.gap + 1e-9
-    for plan in scheduler.plans:
-        assert plan.predicted is not None
-        decoding = plan.num_decodes > 0 and plan.shape.slices > 0
-        assert not decoding or plan.predicted <= wanted.gap + 1e-9
+    for step in scheduler.steps:
+        assert step.predicted is not None
+        decoding = step.batch.num_decodes > 0 and step.batch.shape.slices > 0
+        assert not decoding or step.predicted <= wanted.gap + 1e-9
     scheduler.check_integrity()
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
     assert not math.isnan(played.ended)

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from weft.core import CostModel, Outcome, Request, Scheduler, Source, slo
+from weft.core import CostModel, Outcome, Plan, Request, Scheduler, Source, slo
 from weft.core.cost import Coefficients
-from weft.core.scheduler import StepPlan
 
 COST = Coefficients(0.004, 0.004, 1.5e-4, 2e-9, 1e-5, 3e-4, 1e-8)  # a small model on two cores
 SECONDS = 20.0
@@ -35,7 +34,7 @@ def closed_loops(clients: dict[str, int], seats: int, ttft: float, max_tokens: i
     waiting = [Client(float(name == late), number, name) for name, count in clients.items() for number in range(count)]
     heapq.heapify(waiting)
     tallies, owner = {name: Tally() for name in clients}, dict[Request, Client]()
-    in_flight: list[tuple[StepPlan, float, float]] = []
+    in_flight: list[tuple[Plan, float, float]] = []
     now = device_free = 0.0
     while now < SECONDS:
         while waiting and waiting[0].free <= now:
@@ -54,26 +53,28 @@ def closed_loops(clients: dict[str, int], seats: int, ttft: float, max_tokens: i
             owner[request] = client
             scheduler.add(request)
         plan = scheduler.plan(now)
-        for request in scheduler.refused:
+        for request in plan.refused:
             client = owner.pop(request)
             tallies[client.tenant].refused += 1
             heapq.heappush(waiting, client._replace(free=now + RETRY))
-        scheduler.refused.clear()
-        if plan is not None:
+        if plan.batch is not None:
             started = max(now, device_free)
-            device_free = started + COST.predict(plan.shape)
+            device_free = started + COST.predict(plan.batch.shape)
             in_flight.append((plan, started, device_free))
-        if in_flight and (len(in_flight) > 1 or plan is None):
+        if in_flight and (len(in_flight) > 1 or plan.batch is None):
             done, started, finished = in_flight.pop(0)
             now = max(now, finished)
-            ended = [done.requests[row] for row in np.flatnonzero(done.last).tolist()]
-            scheduler.commit(done, Outcome(finished=[(request, "length") for request in ended]), started, finished)
+            assert done.batch is not None
+            requests = scheduler.in_flight[0].requests
+            ended = [requests[row] for row in np.flatnonzero(done.last).tolist()]
+            outcome = Outcome(finished=[(request, "length") for request in ended])
+            scheduler.commit(done.batch, outcome, started, finished)
             for request in ended:
                 client = owner.pop(request)
                 assert request.first_token is not None
                 tallies[client.tenant].ttfts.append(request.first_token - request.arrival)
                 heapq.heappush(waiting, client._replace(free=now))
-        elif plan is None:
+        elif plan.batch is None:
             now = waiting[0].free
     return tallies
 

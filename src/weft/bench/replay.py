@@ -9,9 +9,9 @@ import numpy as np
 from weft.core import StepRecord
 from weft.core.residuals import RunStep
 from weft.engine.engine import Engine
-from weft.engine.loop import TokenEvent
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Stream
+from weft.engine.streams import TokenEvent
 from weft.sim.fidelity import Served
 from weft.sim.simulator import Played
 from weft.sim.traces import Trace

@@ -10,9 +10,9 @@ import numpy as np
 from weft.core import CostModel, Outcome, Policy, Request, Scheduler, Source, chunked, slo
 from weft.engine.collector import Collector
 from weft.engine.hashing import prompt_hashes, root_hash
-from weft.engine.host import InstantExecutor
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
+from weft.engine.simulated import SimulatedExecutor, VirtualClock
 from weft.engine.stream import Standing, Stream
 from weft.sim.profiles import load_profile
 
@@ -56,7 +56,7 @@ def measure(
         max_num_seqs=running,
         wave=PROFILE.coefficients.wave,
     )
-    loop = Loop(scheduler, InstantExecutor(), clock=lambda: 0.0, on_record=records.append)
+    loop = Loop(scheduler, SimulatedExecutor(VirtualClock()), clock=lambda: 0.0, on_record=records.append)
     numbers = iter(range(10**9))
     for _ in range(running):
         loop.add(_stream(rng, next(numbers), stagger=True))
@@ -96,14 +96,14 @@ def measure_burst(newcomers: int = 1000, running: int = 256) -> Burst:
     collector.freeze()
     try:
         for name in ("first", "second"):
-            clock.longest, began, refused = 0.0, clock.now, len(scheduler.refused)
+            clock.longest, began, refused = 0.0, clock.now, clock.refused
             for number in range(newcomers):
                 scheduler.add(_request(f"{name} {number:04d}", began, output=200, ttft=1.0))
             clock.step()
             while scheduler.num_unscreened:
                 clock.step()
             screened = clock.now - began
-            longest, refused = clock.longest, len(scheduler.refused) - refused
+            longest, refused = clock.longest, clock.refused - refused
             while len(scheduler.running) > running or scheduler.num_waiting:
                 clock.step()
     finally:
@@ -118,15 +118,18 @@ class _Clock:
         self.scheduler = scheduler
         self.now = 0.0
         self.longest = 0.0  # CPU seconds of the longest plan
+        self.refused = 0  # requests
 
     def step(self) -> None:
         started = time.thread_time()
         plan = self.scheduler.plan(self.now)
         self.longest = max(self.longest, time.thread_time() - started)
-        if plan is not None:
-            ended = self.now + (plan.predicted or 0.0)
-            done = [(plan.requests[row], "length") for row in np.flatnonzero(plan.last).tolist()]
-            self.scheduler.commit(plan, Outcome(finished=done), self.now, ended)
+        self.refused += len(plan.refused)
+        if plan.batch is not None:
+            step = self.scheduler.in_flight[-1]
+            ended = self.now + (step.predicted or 0.0)
+            done = [(step.requests[row], "length") for row in np.flatnonzero(plan.last).tolist()]
+            self.scheduler.commit(plan.batch, Outcome(finished=done), self.now, ended)
             self.now = ended
 
 

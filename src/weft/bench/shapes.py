@@ -80,7 +80,7 @@ class Subject:
 
     @property
     def device_name(self) -> str:
-        from weft.engine.calibration import device_name
+        from weft.engine.device import device_name
 
         return device_name(self.device)
 

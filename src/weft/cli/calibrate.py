@@ -96,38 +96,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, Path]":
     """Calibrates a model. Returns the calibration and the file that it was saved in."""
-    from weft.engine.calibration import calibrate, calibration_file, device_name, save_calibration
+    from weft.engine.calibration import calibrate, calibration_file, save_calibration
     from weft.progress import work_progress
 
     engine, scheduler = llm.engine, llm.engine.loop.scheduler
-    executor: Any = engine.loop.executor  # the CPU and the GPU executor both have `device` and `kv`
-    device = device_name(executor.device)
+    executor = engine.loop.executor
     file = calibration_file(
         llm.path,
-        dtype=str(executor.kv.k[0].dtype),
-        device=device,
+        dtype=executor.facts.layout.dtype,
+        device=executor.facts.device,
         block_size=scheduler.block_size,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=llm.options.max_num_batched_tokens,
         max_model_len=engine.max_model_len,
     )
-    is_gpu = executor.device.type == "cuda"
-    if is_gpu:
-        executor.kv.fill()
     with llm, work_progress("measuring", 1000, arguments.progress) as advance:
         calibration = calibrate(
             executor,
-            slots=scheduler.slots.size,
             max_num_seqs=scheduler.max_num_seqs,
             num_blocks=scheduler.num_blocks,
             block_size=scheduler.block_size,
             max_model_len=engine.max_model_len,
             max_num_batched_tokens=llm.options.max_num_batched_tokens,
-            vocab_size=engine.vocab_size,
-            device=device,
-            ahead=is_gpu,
-            is_filled=is_gpu,
-            **executor.lumps._asdict(),
             seconds=arguments.seconds,
             progress=lambda share: advance(int(1000 * share)),
         )

@@ -8,7 +8,7 @@ from weft.core.prefix import PrefixCache
 from weft.core.promises import Promise, Source, Targets
 from weft.core.request import Request, State
 from weft.core.scheduler import Scheduler
-from weft.core.step import BlockUpdates, HostTimes, Outcome, Slice, StepPlan, StepRecord
+from weft.core.step import BlockUpdates, HostTimes, Outcome, Plan, PlannedStep, Slice, StepBatch, StepRecord
 
 __all__ = [
     "BlockPool",
@@ -18,6 +18,8 @@ __all__ = [
     "HostCost",
     "HostTimes",
     "Outcome",
+    "Plan",
+    "PlannedStep",
     "Policy",
     "PrefixCache",
     "Promise",
@@ -26,7 +28,7 @@ __all__ = [
     "Slice",
     "Source",
     "State",
-    "StepPlan",
+    "StepBatch",
     "StepRecord",
     "StepShape",
     "Targets",

@@ -53,6 +53,18 @@ def slice_reach(first: int, count: int, wave: int) -> float:
     return end * (2 * -(-TILES * count // wave) / TILES if 2 * TILES * count > wave else FEWEST)
 
 
+def step_shape(decodes: NDArray[np.int64], slices: Sequence[tuple[int, int]], wave: int) -> StepShape:
+    """The shape of a step: positions of its decodes' first tokens, and (first, count) of its prefill slices."""
+    return StepShape(
+        tokens=len(decodes) + sum(count for _, count in slices),
+        pairs=sum(slice_pairs(first, count) for first, count in slices),
+        slices=len(slices),
+        decodes=len(decodes),
+        context=int(decodes.sum()) + len(decodes),
+        reach=sum(slice_reach(first, count, wave) for first, count in slices),
+    )
+
+
 def decodes_alone(count: int, context: float) -> StepShape:
     """A step of `count` decodes that read `context` tokens in total, without prefill."""
     return StepShape(tokens=count, decodes=count, context=context)

@@ -9,7 +9,7 @@ NO_SLOTS: NDArray[np.int64] = np.empty(0, np.int64)
 
 
 class Draft:
-    """Mutable contents of the next StepPlan."""
+    """Mutable contents of the next StepBatch."""
 
     def __init__(self) -> None:
         self.prefills: list[tuple[Request, int, int]] = []  # request, first, count

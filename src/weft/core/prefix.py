@@ -1,8 +1,19 @@
 """PrefixCache: maps content hashes to KV blocks. The pool owns the blocks."""
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
+from typing import NamedTuple
 
 from weft.core.blocks import BlockPool
+
+
+class NamedBlocks(NamedTuple):
+    """Blocks, and the hashes of their contents."""
+
+    names: list[Hashable]
+    blocks: list[int]
+
+
+BeforeReuse = Callable[[NamedBlocks], None]
 
 
 class PrefixCache:
@@ -11,8 +22,10 @@ class PrefixCache:
     A block is named if it has a hash here. It stays usable in the free list until the pool allocates it again.
     """
 
-    def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
+    def __init__(self, pool: BlockPool, enabled: bool = True, before_reuse: BeforeReuse | None = None) -> None:
+        """`before_reuse` gets the named blocks that are allocated again, while they still hold their contents."""
         self.enabled = enabled
+        self._before_reuse = before_reuse
         self._pool = pool
         self._block_of: dict[Hashable, int] = {}
         self._hash_of: dict[int, Hashable] = {}
@@ -60,6 +73,10 @@ class PrefixCache:
 
     def _forget(self, blocks: list[int]) -> None:
         block_of, hash_of = self._block_of, self._hash_of
+        if self._before_reuse is not None:
+            lost = [block for block in blocks if block in hash_of]
+            if lost:
+                self._before_reuse(NamedBlocks([hash_of[block] for block in lost], lost))
         for block in blocks:
             digest = hash_of.pop(block, None)
             if digest is not None:

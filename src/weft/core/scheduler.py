@@ -1,15 +1,16 @@
 """The scheduler: `plan` builds a step in two passes, `commit` applies its result.
 
 The first pass plans decodes, the second plans prefills in the policy's order.
-It is pure: its state depends only on its inputs. The loop calls `plan`, gives the plan to an executor, and calls
-`commit` with the outcome. Plans are committed in the order in which they were made. At most one earlier plan is
+It is pure: its state depends only on its inputs. The loop calls `plan`, gives the batch to an executor, and calls
+`commit` with the outcome. Batches are committed in the order in which they were made. At most one earlier batch is
 uncommitted when a plan is made.
 """
 
 import math
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import cast
@@ -19,21 +20,22 @@ from numpy.typing import NDArray
 
 from weft.core.blocks import BlockPool
 from weft.core.budget import Budget, StepLoad
-from weft.core.cost import StepShape, decodes_alone, slice_pairs, slice_reach
+from weft.core.cost import StepShape, decodes_alone, step_shape
 from weft.core.draft import NO_SLOTS, Draft, ints
 from weft.core.forecast import GROUPS, Prefill
 from weft.core.lineup import Lineup, line_up
 from weft.core.policies import Policy
-from weft.core.prefix import PrefixCache
+from weft.core.prefix import BeforeReuse, NamedBlocks, PrefixCache
 from weft.core.promises import CONSTRAINED_STEPS, Source
 from weft.core.queue import Queue, Turns, service_of
 from weft.core.request import Rank, Request, State
 from weft.core.slots import Slots
-from weft.core.step import BlockUpdates, Outcome, StepPlan, StepRecord
+from weft.core.step import BlockUpdates, Outcome, Plan, PlannedStep, StepBatch, StepRecord
 from weft.core.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT, Account, Tenants
 from weft.core.turnover import Lengths, Turnover
 from weft.errors import QueueFullError, RequestError
 
+NO_ROWS: NDArray[np.bool_] = np.empty(0, np.bool_)
 NOBODY: frozenset[Request] = frozenset()
 SCREENING_SHARE = 0.06  # share of the tightest gap target that screening may take in one plan
 MOST_SCREENING = 0.0012  # seconds that screening may take in one plan
@@ -55,8 +57,12 @@ class Scheduler:
         max_queued_tokens: int | None = None,
         tenant_weights: Mapping[str, float] | None = None,
         wave: int = 0,
+        before_reuse: BeforeReuse | None = None,
     ) -> None:
+        """`before_reuse` is called while a plan is made, with cached blocks that its batch will overwrite. Their
+        contents can still be copied: by a copy that is submitted to the executor before the batch."""
         self.policy = policy
+        self.before_reuse = before_reuse
         self.wave = wave  # queries of a prefill slice that read the context together; 0: all queries
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -71,7 +77,8 @@ class Scheduler:
     def reset(self) -> None:
         """Drops everything that is queued, running, in flight or cached. Used after a step failed."""
         self.pool = BlockPool(self.num_blocks)
-        self.cache = PrefixCache(self.pool, self.enable_prefix_caching)
+        self.cache = PrefixCache(self.pool, self.enable_prefix_caching, self.before_reuse)
+        self.incoming: list[NamedBlocks] = []  # blocks whose contents are on their way in; no request can use them
         self.slots = Slots(self.max_num_seqs)
         self.tenants = Tenants(self.max_num_seqs, self.num_blocks, self.tenant_weights)
         self.queue = Queue()
@@ -86,7 +93,8 @@ class Scheduler:
         self._fresh: list[Request] = []  # requests that are not screened yet, in screening order
         self._added = 0  # number of requests added so far
         self._fresh_tokens = 0
-        self.refused: list[Request] = []  # new refusals; the owner of the scheduler reads and empties the list
+        self.in_flight: deque[PlannedStep] = deque()  # batches that are not committed yet
+        self._refused: list[Request] = []  # by the plan that is being made
         self._draft = Draft()
         self._turnover = Turnover()
         self._lengths = Lengths()
@@ -156,8 +164,30 @@ class Scheduler:
         for request in self.running:
             request.named = len(request.blocks)
 
-    def plan(self, now: float) -> StepPlan | None:
-        """The next forward pass, or None if there is nothing to run (idle, or all requests wait for a commit)."""
+    def expect_blocks(self, names: Sequence[Hashable]) -> NamedBlocks | None:
+        """Reserves blocks for contents that come from elsewhere. None if running requests leave no room for them."""
+        if not 0 < len(names) <= self._unclaimed(NOBODY):
+            return None
+        expected = NamedBlocks(list(names), self.pool.allocate(len(names)))
+        self.incoming.append(expected)
+        return expected
+
+    def end_transfer(self, expected: NamedBlocks, *, arrived: bool) -> bool:
+        """Puts blocks that have arrived into the prefix cache, or frees blocks that will not.
+
+        Nothing may write to the blocks afterwards. Returns False if they are not expected any more, after a reset.
+        """
+        if not any(one is expected for one in self.incoming):
+            return False
+        self.incoming = [one for one in self.incoming if one is not expected]
+        if arrived:
+            self.cache.insert(expected.names, expected.blocks)
+        self.pool.release(expected.blocks, keep=self.cache.named)
+        return True
+
+    def plan(self, now: float) -> Plan:
+        """Plans the next forward pass. There is none if the scheduler is idle, or if all requests wait for a commit."""
+        self._refused = []
         if self._is_idle and now > self._device_free > -math.inf:
             self.policy.rest(now - self._device_free)
             self._device_free = now
@@ -175,25 +205,32 @@ class Scheduler:
         decodes = self._still_decoding()
         self._retire_slots()
         if not len(decodes) and not draft.prefills:
-            return None  # a request with a seat but no slice stays in the draft: the next plan tells the executor
-        plan = self._seal(decodes, reason)
+            # A request with a seat but no slice stays in the draft: the next batch tells the executor of it.
+            return Plan(None, NO_ROWS, [], self._refused)
+        joined = self._draft.joined
+        step = self._seal(decodes, reason, load)
         self._draft = Draft()
-        plan.starved = bool(self._prefilling or self.queue) and self.policy.allowance.starves(load)
-        self._last_predicted = plan.predicted or 0.0
+        self.in_flight.append(step)
+        self._last_predicted = step.predicted or 0.0
         self._device_free = load.start + self._last_predicted
         self._is_idle = False
-        return plan
+        return Plan(step.batch, self._reach_limit(step.batch), joined, self._refused)
 
-    def commit(self, plan: StepPlan, outcome: Outcome, started: float, finished: float) -> StepRecord:
-        """Applies the outcome of a step: progress, finished requests, blocks that became full."""
-        slots = self.slots
-        slots.in_flight[plan.slots] -= 1
-        slots.computed[plan.slots] = plan.first + plan.count
-        for row in range(plan.num_decodes, len(plan.requests)):
-            _note_times(plan.requests[row], bool(plan.samples[row]), started, finished)
+    def commit(self, batch: StepBatch, outcome: Outcome, started: float, finished: float) -> StepRecord:
+        """Applies the outcome of the oldest batch in flight: progress, finished requests, blocks that became full."""
+        step = self.in_flight.popleft()
+        assert step.batch.number == batch.number, "batches are committed in order"
+        batch, slots = step.batch, self.slots
+        slots.in_flight[batch.slots] -= 1
+        if outcome.accepted is None:
+            slots.computed[batch.slots] = batch.first + batch.count
+        else:
+            self._accept(batch, outcome.accepted)
+        for row in range(batch.num_decodes, len(step.requests)):
+            _note_times(step.requests[row], bool(batch.samples[row]), started, finished)
         if self.tenants.several:
-            for row in np.flatnonzero(plan.samples).tolist():
-                _account(plan.requests[row]).charge(OUTPUT_WEIGHT)
+            for row in np.flatnonzero(batch.samples).tolist():
+                _account(step.requests[row]).charge(OUTPUT_WEIGHT)
         for request in outcome.filled:
             if request.state is State.RUNNING:
                 self._name_blocks(request, int(slots.computed[request.slot]) // self.block_size)
@@ -203,31 +240,31 @@ class Scheduler:
             else:
                 self._leave(request)
             self._end(request, finish_reason, finished)
-        self._turnover.step(finished - started, plan.num_decodes, self.pool.num_free / self.pool.num_blocks)
+        self._turnover.step(finished - started, batch.num_decodes, self.pool.num_free / self.pool.num_blocks)
         self._retire_slots()
-        self.policy.observe(plan.shape, plan.predicted, finished - started)
-        if plan.number == self._steps:
+        self.policy.observe(batch.shape, step.predicted, finished - started)
+        if not self.in_flight:
             self._device_free = finished
             self._is_idle = True
-        elif plan.number == self._steps - 1:  # the next step begins now
+        else:  # the next step begins now
             self._device_free = finished + self._last_predicted
         return StepRecord(
-            number=plan.number,
+            number=batch.number,
             started=started,
             finished=finished,
-            predicted=plan.predicted,
-            reason=plan.reason,
-            decode_tokens=plan.num_decodes,
-            prefill_tokens=plan.num_tokens - plan.num_decodes,
-            cached_tokens=plan.cached_tokens,
-            preemptions=plan.preemptions,
-            lost_tokens=plan.lost_tokens,
+            predicted=step.predicted,
+            reason=step.reason,
+            decode_tokens=batch.num_decodes,
+            prefill_tokens=batch.num_tokens - batch.num_decodes,
+            cached_tokens=step.cached_tokens,
+            preemptions=step.preemptions,
+            lost_tokens=step.lost_tokens,
             requests_finished=len(outcome.finished),
             running=len(self.running),
             waiting=self.num_waiting,
             free_blocks=self.pool.num_free,
-            shape=plan.shape,
-            starved=plan.starved,
+            shape=batch.shape,
+            starved=step.starved,
         )
 
     def check_integrity(self) -> None:
@@ -241,6 +278,10 @@ class Scheduler:
             assert self.slots.capacity[request.slot] == len(request.blocks) * self.block_size
             for block in request.blocks:
                 refs[block] += 1
+        for expected in self.incoming:
+            for block in expected.blocks:
+                refs[block] += 1
+                assert block not in self.cache.named, "a block is in the cache before its contents have arrived"
         assert refs == self.pool.refs, "references and block tables disagree"
         assert all(not request.blocks for request in [*self.queue, *self._leaving]), "a seatless request holds blocks"
         taken = len(self.running) + len(self._leaving)
@@ -432,6 +473,31 @@ class Scheduler:
         """Slots of the decodes of this step and of held requests, which skip it."""
         decodes, held = self._still_decoding(), self._draft.held
         return np.concatenate([decodes, held[self.slots.decoding[held]]]) if len(held) else decodes
+
+    def _accept(self, batch: StepBatch, accepted: NDArray[np.int64]) -> None:
+        """Applies a result with fewer tokens than planned. The missing ones are planned again.
+
+        A later batch in flight has planned its rows behind tokens that do not exist. It is moved back as well; the
+        executor, which knows the true positions, has done the same.
+        """
+        slots, missing = self.slots, batch.count - accepted
+        slots.computed[batch.slots] = batch.first + accepted
+        slots.planned[batch.slots] -= missing
+        slots.known[batch.slots] -= missing
+        slots.held[batch.slots[missing > 0]] = False  # the masks that they had are still the next
+        for row in np.flatnonzero(missing).tolist():
+            request = self._occupant(int(batch.slots[row]))
+            if request.state is State.WAITING:  # preempted while this step was in flight
+                self.queue.remove(request)
+                request.known -= int(missing[row])
+                request.packed = self._left_of(request).pack()
+                self.queue.add(request)
+        if self.in_flight:
+            later = self.in_flight[0]
+            by_slot = np.zeros(slots.size, np.int64)
+            by_slot[batch.slots] = missing
+            moved = replace(later.batch, first=later.batch.first - by_slot[later.batch.slots])
+            self.in_flight[0] = replace(later, batch=moved)
 
     # Parts of the passes
 
@@ -688,7 +754,7 @@ class Scheduler:
 
     def _refuse(self, request: Request, now: float) -> None:
         self._end(request, "refused", now)
-        self.refused.append(request)
+        self._refused.append(request)
 
     def _lineup(self, now: float, newcomers: Sequence[Request]) -> Lineup:
         """All prompts that are not computed yet, with the newcomers; see `line_up`."""
@@ -790,23 +856,22 @@ class Scheduler:
             self.cache.insert(request.hashes[start:stop], request.blocks[start:stop])
             request.named = stop
 
-    def _seal(self, decodes: NDArray[np.int64], reason: str) -> StepPlan:
-        """Turns the draft into a StepPlan. Updates `planned` and `known` with what the step computes and samples."""
+    def _seal(self, decodes: NDArray[np.int64], reason: str, load: StepLoad) -> PlannedStep:
+        """Turns the draft into a batch. Updates `planned` and `known` with what the step computes and samples."""
         draft, slots = self._draft, self.slots
         prefills = draft.prefills
         num_decodes = len(decodes)
         rows, first = decodes, slots.planned[decodes]
-        context = int(first.sum()) + num_decodes
         count = np.ones(num_decodes + len(prefills), np.int64)
         samples = np.ones(num_decodes + len(prefills), np.bool_)
         slots.planned[decodes] += 1
+        shape = step_shape(first, [(first, count) for _, first, count in prefills], self.wave)
         if prefills:  # most steps have none and skip this cost
             rows = np.concatenate([rows, ints([request.slot for request, _, _ in prefills])])
             first = np.concatenate([first, ints([first for _, first, _ in prefills])])
             count[num_decodes:] = [count for _, _, count in prefills]
             samples = first + count == slots.known[rows]
-        known = slots.known[rows] + samples
-        slots.known[rows] = known
+        slots.known[rows] += samples
         if slots.constrained.any():  # held until the loop has the token and the next mask
             slots.held[rows] |= samples & slots.constrained[rows]
         slots.in_flight[rows] += 1
@@ -815,32 +880,23 @@ class Scheduler:
                 slots.decoding[request.slot] = True
                 self._prefilling.remove(request)
         self._steps += 1
-        shape = StepShape(
-            tokens=num_decodes + sum(count for _, _, count in prefills),
-            pairs=sum(slice_pairs(first, count) for _, first, count in prefills),
-            slices=len(prefills),
-            decodes=num_decodes,
-            context=context,
-            reach=sum(slice_reach(first, count, self.wave) for _, first, count in prefills),
-        )
-        return StepPlan(
-            number=self._steps,
+        updates = BlockUpdates(ints(draft.block_slots), ints(draft.block_columns), ints(draft.blocks))
+        return PlannedStep(
+            batch=StepBatch(self._steps, rows, first, count, samples, num_decodes, shape, updates),
             requests=cast(list[Request], list(map(slots.occupant.__getitem__, rows.tolist()))),
-            slots=rows,
-            first=first,
-            count=count,
-            samples=samples,
-            last=samples & (known >= slots.limit[rows]),
-            num_decodes=num_decodes,
-            shape=shape,
-            joined=draft.joined,
-            new_blocks=BlockUpdates(ints(draft.block_slots), ints(draft.block_columns), ints(draft.blocks)),
+            reason=reason,
+            predicted=self.policy.predict(shape),
             cached_tokens=draft.cached_tokens,
             preemptions=draft.preemptions,
             lost_tokens=draft.lost_tokens,
-            reason=reason,
-            predicted=self.policy.predict(shape),
+            starved=bool(self._prefilling or self.queue) and self.policy.allowance.starves(load),
         )
+
+    def _reach_limit(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Rows of a new batch whose token reaches the request's limit."""
+        slots = self.slots
+        reached: NDArray[np.bool_] = batch.samples & (slots.known[batch.slots] >= slots.limit[batch.slots])
+        return reached
 
     def _occupant(self, slot: int) -> Request:
         request = self.slots.occupant[slot]

@@ -1,4 +1,4 @@
-"""Data that scheduler, loop and executor exchange for one forward pass."""
+"""What crosses the step boundary (StepBatch), what the scheduler keeps of a step, and what comes back."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,53 +11,73 @@ from weft.core.cost import StepShape
 from weft.core.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One request's part of a step, in readable form. Plans store arrays instead."""
-
-    request: Request
-    first: int  # position of its first token
-    count: int
-    samples: bool  # whether a token is sampled after it
-
-
 class BlockUpdates(NamedTuple):
-    """Block table entries that are new since the last plan: table[slot, column] = block. Block tables only append."""
+    """Block table entries that are new since the last batch: table[slot, column] = block. Block tables only append."""
 
     slots: NDArray[np.int64]
     columns: NDArray[np.int64]
     blocks: NDArray[np.int64]
 
 
-@dataclass(slots=True)
-class StepPlan:
-    """One forward pass. Each row is one request: first the decodes (one token each), then the prefill slices."""
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One forward pass, as numbers only: an executor in another process runs it as well.
 
-    number: int
-    requests: list[Request]
+    Each row is one request: first the decodes, then the prefill slices. The first input of a decode is the last token
+    that was sampled for its slot; the executor keeps that token. Token values that the executor does not have come
+    beside the batch (engine/executor.py), and so do the masks of grammars.
+    """
+
+    number: int  # counts up from 1
     slots: NDArray[np.int64]
-    first: NDArray[np.int64]
-    count: NDArray[np.int64]
-    samples: NDArray[np.bool_]
-    last: NDArray[np.bool_]  # the sampled token reaches the request's limit
+    first: NDArray[np.int64]  # position of a row's first token
+    count: NDArray[np.int64]  # query length: tokens of a row. Decodes have one each as long as nothing speculates.
+    samples: NDArray[np.bool_]  # whether a token is sampled after the row
     num_decodes: int
     shape: StepShape  # input of the cost model
-    joined: list[Request]  # requests that got a slot since the last plan
     new_blocks: BlockUpdates
-    cached_tokens: int  # tokens taken from the prefix cache instead of computed
-    preemptions: int
-    lost_tokens: int  # computed or cached tokens of the preempted requests
-    reason: str  # what limited the prefill tokens
-    predicted: float | None = None  # seconds; None: there is no cost model
-    starved: bool = False  # a promised gap leaves prefills less than a quarter of the pace that `chunked` would give
 
     @property
     def num_tokens(self) -> int:
         return self.shape.tokens
 
-    def slices(self) -> Iterator[Slice]:
+
+class Plan(NamedTuple):
+    """What `Scheduler.plan` returns."""
+
+    batch: StepBatch | None  # None: nothing to run
+    last: NDArray[np.bool_]  # rows of the batch whose token may reach the request's limit
+    joined: list[Request]  # requests that got a slot since the last batch
+    refused: list[Request]  # requests that this plan has refused, because their targets cannot be met
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """What the scheduler keeps of a batch until it is committed. It never leaves core."""
+
+    batch: StepBatch
+    requests: list[Request]  # by row
+    reason: str  # what limited the prefill tokens
+    predicted: float | None  # seconds; None: there is no cost model
+    cached_tokens: int  # tokens taken from the prefix cache instead of computed
+    preemptions: int
+    lost_tokens: int  # computed or cached tokens of the preempted requests
+    starved: bool  # a promised gap leaves prefills less than a quarter of the pace that `chunked` would give
+
+    def slices(self) -> "Iterator[Slice]":
+        batch = self.batch
         for row, request in enumerate(self.requests):
-            yield Slice(request, int(self.first[row]), int(self.count[row]), bool(self.samples[row]))
+            yield Slice(request, int(batch.first[row]), int(batch.count[row]), bool(batch.samples[row]))
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One request's part of a step, in readable form."""
+
+    request: Request
+    first: int  # position of its first token
+    count: int
+    samples: bool  # whether a token is sampled after it
 
 
 @dataclass(slots=True)
@@ -66,6 +86,7 @@ class Outcome:
 
     finished: list[tuple[Request, str]] = field(default_factory=list)  # request and finish reason
     filled: list[Request] = field(default_factory=list)  # requests with a new full block, already in `hashes`
+    accepted: NDArray[np.int64] | None = None  # tokens of each row that count; None: all of them
 
 
 class HostTimes(NamedTuple):

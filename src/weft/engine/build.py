@@ -1,4 +1,4 @@
-"""Builds an engine: the model, its KV cache, the calibrated step costs and the scheduling policy."""
+"""Builds an engine: the model on its executor, the KV cache, the calibrated step costs and the scheduling policy."""
 
 import gc
 import math
@@ -6,29 +6,28 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from weft.core import CostModel, Policy, Scheduler, Source, Targets, chunked, monolithic, slo
 from weft.core.slots import Slots
 from weft.engine.calibration import Calibration, calibrate, calibration_file, load_calibration, save_calibration
-from weft.engine.container import container_rooms
 from weft.engine.cpu import prepare_cpu
 from weft.engine.engine import Engine, Promises
-from weft.engine.executor import Executor, Lumps
+from weft.engine.executor import DeviceMemory, Executor, ExecutorFacts
+from weft.engine.hashing import block_space
 from weft.engine.host import SubmitTimes, measure_host
 from weft.engine.loop import Loop
 from weft.engine.options import EngineOptions
 from weft.engine.structured import Grammars
 from weft.errors import EngineError, OptionError
+from weft.kv.spec import KVSpec
 from weft.progress import work_progress
 
 if TYPE_CHECKING:  # torch takes seconds to import, and prepare_cpu() must come before it
     import torch
 
-    from weft.kv import KVPool
-    from weft.models import CausalLM
+    from weft.models import ModelConfig
 
-TORCH_PAGE = 2 << 20  # bytes: torch allocates GPU memory in multiples of this
 MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of state for each block
 MOST_SPREAD = 0.15  # limit of the cost model's first margin; it learns the real error within some hundred steps
 CALIBRATION = 5.0  # seconds
@@ -52,42 +51,22 @@ def build_engine(
     `done` is called after each part of the work, with the name of the part.
     """
     prepare_cpu()
-    import torch
-
-    from weft.engine.calibration import device_name
-    from weft.models import load_config, load_model, resolve_dtype
+    from weft.models import load_config
 
     done("imports")
     config = load_config(path)
-    device = _device(options.device)
-    dtype = resolve_dtype(options.dtype, config, device)
     longest = options.max_model_len or config.max_context
     if longest > config.longest_context:
         raise OptionError(
             f"max_model_len={longest} is above the model's context of {config.longest_context} tokens: lower it"
         )
-    if device.type == "cuda" and torch.cuda.memory_reserved(device):  # by an earlier engine of this process
-        gc.collect()
-        torch.cuda.empty_cache()
-    model = load_model(path, config, dtype=dtype, device=device, max_model_len=longest, load_format=options.load_format)
+    executor = _executor(options, path, config, longest)
     done("weights")
-    build = _on_gpu if device.type == "cuda" else _on_cpu
-    executor, num_blocks, lumps = build(options, model, longest, device, done)
+    num_blocks = _prepare(options, executor, longest, done)
     max_model_len = _fit_context(options, longest, num_blocks)
     promises = None
     if options.has_targets:
-        limits = {
-            "block_size": options.block_size,
-            "max_num_seqs": options.max_num_seqs,
-            "max_num_batched_tokens": options.max_num_batched_tokens,
-            "max_model_len": max_model_len,
-        }
-        name = device_name(device)
-        file = calibration_file(path, dtype=str(dtype), device=name, **limits)
-        measuring = {**limits, "num_blocks": num_blocks, "vocab_size": config.vocab_size, "device": name}
-        is_gpu = device.type == "cuda"
-        measuring |= {"ahead": is_gpu, "is_filled": is_gpu, **lumps._asdict()}
-        promises = _promises(options, _calibration(file, executor, measuring))
+        promises = _promises(options, _calibration(options, path, executor, num_blocks, max_model_len))
         done("calibration")
     scheduler = Scheduler(
         policy=_policy(options, promises, is_served),
@@ -97,7 +76,7 @@ def build_engine(
         enable_prefix_caching=options.enable_prefix_caching,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
-        wave=lumps.wave,
+        wave=executor.facts.wave,
     )
     eos_ids = (*config.eos_token_ids, *eos_ids)
     return Engine(
@@ -109,97 +88,76 @@ def build_engine(
         promises=promises,
         grammars=Grammars(path, config.vocab_size, eos_ids),
         hidden_size=config.hidden_size,
+        block_space=block_space(path, options.load_format, executor.facts.layout),
     )
 
 
-class _Built(NamedTuple):
-    executor: Executor
-    num_blocks: int  # of the KV cache, without the padding block
-    lumps: Lumps
-
-
-def _on_cpu(
-    options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device", done: Callable[[str], None]
-) -> _Built:
-    from weft.engine.torch_executor import TorchExecutor
-
-    memory = options.kv_cache_memory_bytes or min(_available_memory() // 4, 8 << 30)  # the machine's memory is shared
-    num_blocks = _num_blocks(options, model, memory)
-    executor = TorchExecutor(
-        model,
-        _pool(options, model, num_blocks, device),
-        slots=Slots.size_for(options.max_num_seqs),
-        max_model_len=_fit_context(options, longest, num_blocks),
-        vocab_size=model.config.vocab_size,
-        device=device,
-    )
-    done("KV cache")
-    return _Built(executor, num_blocks, executor.lumps)
-
-
-def _on_gpu(
-    options: EngineOptions, model: "CausalLM", longest: int, device: "torch.device", done: Callable[[str], None]
-) -> _Built:
-    """Runs the largest steps and captures the largest graphs before the KV cache takes the remaining memory.
-
-    So memory cannot run out later.
-    """
+def _executor(options: EngineOptions, path: Path, config: "ModelConfig", longest: int) -> Executor:
+    """Loads the model onto the device. The KV cache comes later."""
     import torch
 
-    from weft.engine.cuda_executor import CudaExecutor, Limits
+    from weft.models import load_model, resolve_dtype
 
-    if torch.cuda.get_device_capability(device)[0] == 9 and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        # With a workspace, cuBLAS clears a counter in it before each larger product, and the stream waits for that: 1%
-        # of a mixed step of 512 tokens (Llama-3-8B on an H200). Both are set, because torch warns if the second is
-        # larger than the first.
-        os.environ.update(CUBLAS_WORKSPACE_CONFIG=":0:0", CUBLASLT_WORKSPACE_SIZE="0")
-    slots = Slots.size_for(options.max_num_seqs)
-    limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, longest, slots)
-    executor = CudaExecutor(model, _pool(options, model, 1, device), limits, device=device)
-    executor.rehearse()
-    executor.capture(largest=True)
-    done("largest steps")
-    free, total = torch.cuda.mem_get_info(device)
-    memory = _kv_memory(options, total, free, executor.untaken + 2 * len(model.layers) * TORCH_PAGE)
-    num_blocks = _num_blocks(options, model, memory) - 1  # the last block takes the writes of padding
+    device = _device(options.device)
+    dtype = resolve_dtype(options.dtype, config, device)
+    if device.type == "cuda" and torch.cuda.memory_reserved(device):  # by an earlier engine of this process
+        gc.collect()
+        torch.cuda.empty_cache()
+    model = load_model(path, config, dtype=dtype, device=device, max_model_len=longest, load_format=options.load_format)
+    slots, block_size = Slots.size_for(options.max_num_seqs), options.block_size
+    if device.type == "cuda":
+        from weft.engine.cuda_executor import CudaExecutor, Limits
+
+        if torch.cuda.get_device_capability(device)[0] == 9 and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+            # With a workspace, cuBLAS clears a counter in it before each larger product, and the stream waits for that:
+            # 1% of a mixed step of 512 tokens (Llama-3-8B on an H200). Both are set, because torch warns if the second
+            # is larger than the first.
+            os.environ.update(CUBLAS_WORKSPACE_CONFIG=":0:0", CUBLASLT_WORKSPACE_SIZE="0")
+        limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, longest, slots)
+        return CudaExecutor(model, limits, block_size=block_size, device=device)
+    from weft.engine.torch_executor import TorchExecutor
+
+    return TorchExecutor(model, block_size=block_size, slots=slots, max_model_len=longest, device=device)
+
+
+def _prepare(options: EngineOptions, executor: Executor, longest: int, done: Callable[[str], None]) -> int:
+    """Takes an executor to its first step. Returns the number of blocks of its KV cache."""
+    facts = executor.facts
+    memory = executor.measure()
+    done("largest step")
+    num_blocks = _num_blocks(facts, _kv_memory(options, facts, memory))
     _fit_context(options, longest, num_blocks)
-    executor.use(_pool(options, model, num_blocks + 1, device))
+    executor.allocate(KVSpec(facts.layout, num_blocks))
     done("KV cache")
-    with work_progress("capturing graphs", executor.num_graphs, sys.stderr.isatty()) as advance:
-        executor.capture(progress=advance)
-    executor.take_memory()
-    done("graphs")
-    return _Built(executor, num_blocks, executor.lumps)
+    with work_progress("capturing graphs", 1000, sys.stderr.isatty()) as advance:
+        executor.warm_up(lambda ready, of: advance(1000 * ready // of))
+    done("warm-up")
+    return num_blocks
 
 
-def _pool(options: EngineOptions, model: "CausalLM", num_blocks: int, device: "torch.device") -> "KVPool":
-    from weft.kv import KVPool
-
-    config = model.config
-    return KVPool(
-        num_layers=config.num_layers,
-        num_blocks=num_blocks,
-        block_size=options.block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=model.dtype,
-        device=device,
-    )
-
-
-def _calibration(file: Path, executor: Executor, measuring: dict[str, Any]) -> Calibration:
+def _calibration(
+    options: EngineOptions, path: Path, executor: Executor, num_blocks: int, max_model_len: int
+) -> Calibration:
     """Returns the stored calibration, or measures and stores one. If storing fails, the next start measures again.
 
     A noisy calibration (of a busy machine) is measured again at every start until it is not noisy. The calibration with
     the smaller error is kept.
     """
+    limits = {
+        "block_size": options.block_size,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "max_model_len": max_model_len,
+    }
+    file = calibration_file(path, dtype=executor.facts.layout.dtype, device=executor.facts.device, **limits)
     known = load_calibration(file)
     found = known
     if known is None or known.is_noisy:
+        limits["num_blocks"] = num_blocks
         try:
-            found = _measure(executor, measuring, CALIBRATION)
+            found = _measure(executor, limits, CALIBRATION)
         except EngineError:  # too few steps in the time: the machine is slow or busy
-            found = known or _measure(executor, measuring, 4 * CALIBRATION)
+            found = known or _measure(executor, limits, 4 * CALIBRATION)
         if known is not None and known.error <= found.error:
             return known
         try:
@@ -210,17 +168,9 @@ def _calibration(file: Path, executor: Executor, measuring: dict[str, Any]) -> C
     return found
 
 
-def _measure(executor: Executor, measuring: dict[str, Any], seconds: float) -> Calibration:
-    slots = Slots.size_for(measuring["max_num_seqs"])
-    if measuring["is_filled"]:
-        on_gpu: Any = executor  # filling its KV cache takes less than a second
-        on_gpu.kv.fill()
+def _measure(executor: Executor, limits: dict[str, Any], seconds: float) -> Calibration:
     with work_progress("calibrating", 1000, sys.stderr.isatty()) as advance:
-
-        def show(share: float) -> None:
-            advance(int(1000 * share))
-
-        return calibrate(executor, slots=slots, seconds=seconds, progress=show, **measuring)
+        return calibrate(executor, seconds=seconds, progress=lambda share: advance(int(1000 * share)), **limits)
 
 
 def _promises(options: EngineOptions, calibration: Calibration) -> Promises:
@@ -283,10 +233,13 @@ def _device(name: str) -> "torch.device":
     return device
 
 
-def _kv_memory(options: EngineOptions, total: int, free: int, untaken: int) -> int:
-    """GPU bytes for the KV cache: the configured share or number, leaving `untaken` bytes free."""
-    most = max(0, free - untaken)
+def _kv_memory(options: EngineOptions, facts: ExecutorFacts, memory: DeviceMemory) -> int:
+    """Bytes for the KV cache. On a GPU: the configured share or number. On a CPU, other programs need memory too."""
     wanted = options.kv_cache_memory_bytes
+    if facts.device_type == "cpu":
+        return wanted or min(memory.free // 4, 8 << 30)
+    total, free, later = memory
+    most = max(0, free - later)
     if wanted is None:
         return min(most, max(0, int(total * options.gpu_memory_utilization) - (total - free)))
     if wanted > most:
@@ -297,29 +250,15 @@ def _kv_memory(options: EngineOptions, total: int, free: int, untaken: int) -> i
     return wanted
 
 
-def _num_blocks(options: EngineOptions, model: "CausalLM", memory: int) -> int:
+def _num_blocks(facts: ExecutorFacts, memory: int) -> int:
     """Number of blocks that fit into `memory` bytes."""
-    from weft.kv import block_bytes
-
-    config = model.config
-    each = block_bytes(config.num_layers, options.block_size, config.num_kv_heads, config.head_dim, model.dtype)
-    least = 2 if model.on_gpu else 1
-    if memory < least * each:
+    each = facts.layout.block_bytes
+    if memory < each:
         raise OptionError(
-            f"the KV cache has {memory} bytes, but one block of {options.block_size} tokens takes {each}: "
+            f"the KV cache has {memory} bytes, but one block of {facts.layout.block_size} tokens takes {each}: "
             "raise kv_cache_memory_bytes (or gpu_memory_utilization)"
         )
     return min(memory // each, MAX_BLOCKS)
-
-
-def _available_memory() -> int:
-    """Bytes that this process can still allocate: the machine's free memory or the container's limit, if smaller."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):  # not Linux
-        free = 8 << 30
-    return min([free, *container_rooms()])
 
 
 def _fit_context(options: EngineOptions, longest: int, num_blocks: int) -> int:

@@ -11,13 +11,11 @@ import hashlib
 import json
 import math
 import os
-import platform
 import re
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -27,8 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import BlockUpdates, Coefficients, StepPlan, StepShape
-from weft.core.cost import fit, slice_pairs, slice_reach
+from weft.core import BlockUpdates, Coefficients, StepBatch, StepShape
+from weft.core.cost import fit, step_shape
 from weft.core.host import WAKING
 from weft.core.residuals import Residuals, RunStep, fit_residuals, fit_sizes
 from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, StepResult
@@ -37,7 +35,7 @@ from weft.engine.rehearsal import ACTS, BURSTS, FULL, LONE, rehearse
 from weft.errors import EngineError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 FORMAT = 10  # version of the file; another version is measured again
 STEP_SHARE = 0.1  # of the measuring time: intended limit of one step
@@ -109,42 +107,38 @@ class Calibration:
 def calibrate(
     executor: Executor,
     *,
-    slots: int,
     max_num_seqs: int,
     num_blocks: int,
     block_size: int,
     max_model_len: int,
     max_num_batched_tokens: int,
-    vocab_size: int,
-    device: str,
-    ahead: bool = False,
-    is_filled: bool = False,
-    grain: int = 1,
-    wave: int = 0,
     seconds: float = 5.0,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Calibration:
-    """Measures single steps for about `seconds`, after a warm-up, then rehearses service for as long (with `ahead`, for
-    2.4 times as long). The executor must be idle, and the contents of its KV cache are overwritten.
+    """Measures single steps for about `seconds`, after a warm-up, then rehearses service for as long (if the executor
+    prepares steps ahead, for 2.4 times as long). The executor must be idle, and its KV cache is overwritten.
 
-    `ahead`: the executor prepares a step while the previous step runs. Then the device is kept busy all the time, as
-    under load: the host's part of a step takes no time, and a device at its power limit is slower (an H200 by 5 to 9%).
-    `is_filled`: all blocks of the KV cache hold numbers, so that each row can read a different context. (Shared blocks
-    would come from the device's caches, which is not so in service.) `grain` and `wave`: see `Coefficients`.
-    `progress` is called with the share of `seconds` that has passed. On return nothing is in flight. Slots and block
-    tables keep old entries; the scheduler's plans overwrite them when they assign them.
+    An executor that prepares a step while the previous step runs (`ahead`, a GPU) is kept busy all the time, as under
+    load: the host's part of a step takes no time, and a device at its power limit is slower (an H200 by 5 to 9%).
+    Its KV cache is filled before, so that each row can read a different context. (Shared blocks would come from the
+    device's caches, which is not so in service.) `progress` is called with the share of `seconds` that has passed. On
+    return nothing is in flight. Slots and block tables keep old entries; batches overwrite them when they assign them.
     """
+    facts = executor.facts
+    if facts.ahead:
+        executor.fill()  # takes a GPU less than a second
     bounds = _Bounds(
-        rows=min(max_num_seqs, slots, max(1, num_blocks // 2)),
+        rows=min(max_num_seqs, max(1, num_blocks // 2)),
         blocks=num_blocks,
         block_size=block_size,
         length=max_model_len,
         tokens=max_num_batched_tokens,
     )
-    survey = _Survey(_Rig(executor, bounds, vocab_size, ahead, is_filled), grain, wave, seconds, progress)
+    rig = _Rig(executor, bounds, facts.vocab_size, facts.ahead, is_filled=facts.ahead)
+    survey = _Survey(rig, facts.grain, facts.wave, seconds, progress)
     survey.explore()
     survey.repeat()
-    wake = 0.0 if ahead else survey.wake()  # with `ahead` the device is a GPU, and its clock is not the host's
+    wake = 0.0 if facts.ahead else survey.wake()  # otherwise the device is a GPU, and its clock is not the host's
     survey.rig.finish()
     perform = partial(
         rehearse,
@@ -154,17 +148,17 @@ def calibrate(
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
-        vocab_size=vocab_size,
-        wave=wave,
+        vocab_size=facts.vocab_size,
+        wave=facts.wave,
         speed=survey.prefill_speed(),
     )
-    if not ahead:
-        return survey.conclude(device, perform(acts=(LONE, *ACTS), seconds=REHEARSAL * seconds), wake)
+    if not facts.ahead:
+        return survey.conclude(facts.device, perform(acts=(LONE, *ACTS), seconds=REHEARSAL * seconds), wake)
     # Without the lone stream: a lightly used GPU is faster than one at its power limit, and the scheduler must expect
     # the latter. Residuals also use bursts, in which the GPU's clock rises and falls. A CPU gets no residuals: other
     # work disturbs its steps more.
     served = perform(acts=(*ACTS, *FULL), seconds=FULL_REHEARSAL * seconds)
-    found = survey.conclude(device, served, wake)
+    found = survey.conclude(facts.device, served, wake)
     bursts = perform(acts=BURSTS, seconds=BURST_REHEARSAL * seconds)
     return replace(found, residuals=fit_residuals(found.coefficients, [*served, *bursts]))
 
@@ -248,19 +242,6 @@ def save_calibration(file: Path, calibration: Calibration) -> None:
         ) from None
 
 
-def device_name(device: "torch.device") -> str:
-    """The name of a device."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine() or device.type
-
-
 def _readable_name(path: Path) -> str:
     """The model's name for people: `org--name` for a download from the hub, else the directory's name."""
     parts = path.resolve().parts
@@ -314,14 +295,7 @@ class _Mix(NamedTuple):
         return len(self.decodes) + sum(count for _, count in self.slices)
 
     def shape(self, wave: int = 0) -> StepShape:
-        return StepShape(
-            tokens=self.tokens,
-            pairs=sum(slice_pairs(first, count) for first, count in self.slices),
-            slices=len(self.slices),
-            decodes=len(self.decodes),
-            context=sum(self.decodes) + len(self.decodes),
-            reach=sum(slice_reach(first, count, wave) for first, count in self.slices),
-        )
+        return step_shape(np.array(self.decodes, np.int64), self.slices, wave)
 
 
 class _Rig:
@@ -393,27 +367,20 @@ class _Rig:
         decodes = len(mix.decodes)
         updates = [self._place(slot, int(first[slot]), int(count[slot]), slot < decodes) for slot in range(len(first))]
         self._steps += 1
-        plan = StepPlan(
+        batch = StepBatch(
             number=self._steps,
-            requests=[],
             slots=np.arange(len(first)),
             first=first,
             count=count,
             samples=np.ones(len(first), np.bool_),
-            last=np.zeros(len(first), np.bool_),
             num_decodes=decodes,
             shape=mix.shape(),
-            joined=[],
             new_blocks=BlockUpdates(*np.concatenate(updates, axis=1)),
-            cached_tokens=0,
-            preemptions=0,
-            lost_tokens=0,
-            reason="calibration",
         )
         tokens = self._random.integers(self._vocab_size, size=int(count[decodes:].sum()), dtype=np.int32)
         started = time.perf_counter()
-        self._in_flight.append(self.executor.submit(plan, StepInputs(tokens, list(setups))))
-        self.submits[plan.shape.slices > 0].append(time.perf_counter() - started)
+        self._in_flight.append(self.executor.submit(batch, StepInputs(tokens, list(setups))))
+        self.submits[batch.shape.slices > 0].append(time.perf_counter() - started)
         self._readable = self._written_to_their_end()
 
     def _take(self) -> StepResult:

@@ -1,10 +1,20 @@
-"""Memory limits of a container: of the control groups (cgroups) that this process is in."""
+"""The memory that this process may still allocate: the machine's, and the limits of its control groups (cgroups)."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 UNBOUNDED = 1 << 60  # cgroup version 1 shows a number near 2**63 if there is no limit
+
+
+def available_memory() -> int:
+    """Bytes that this process can still allocate: the machine's free memory or the container's limit, if smaller."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):  # not Linux
+        free = 8 << 30
+    return min([free, *container_rooms()])
 
 
 def container_rooms(groups: Path = GROUPS, mount: Path = MOUNT) -> list[int]:

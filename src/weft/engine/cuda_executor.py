@@ -1,4 +1,4 @@
-"""CudaExecutor: runs plans on a GPU. In service, only `result` waits for the device.
+"""CudaExecutor: runs batches on a GPU. In service, only `result` waits for the device.
 
 (`submit` waits too if the device is three steps behind, or if the submit before it failed.)
 
@@ -10,7 +10,7 @@ large step is launched kernel by kernel.
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -20,8 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.core import StepPlan
-from weft.engine.executor import Lumps, StepInputs, StepMasks, StepResult
+from weft.core import StepBatch
+from weft.engine.device import device_name
+from weft.engine.executor import Bytes, DeviceMemory, ExecutorFacts, StepInputs, StepMasks, StepResult
 from weft.engine.graphs import (
     GRAIN,
     Cut,
@@ -45,9 +46,11 @@ from weft.kernels.decode import Workspace, wanted_shares
 from weft.kernels.draw import Noise, draw
 from weft.kernels.shares import Shares, divide, most_shares
 from weft.kernels.truncate import Cuts
-from weft.kv import KVPool
+from weft.kv.pool import KVPool, layout_of
+from weft.kv.spec import KVSpec
 from weft.models import CausalLM
 
+TORCH_PAGE = 2 << 20  # bytes: torch allocates GPU memory in multiples of this
 GRAPH_BYTES = 1 << 19  # driver memory per graph, outside torch's memory: 0.45 MiB with CUDA 13 on an H200
 
 
@@ -73,14 +76,22 @@ class CudaExecutor:
     def __init__(
         self,
         model: CausalLM,
-        kv: KVPool,
         limits: Limits,
         *,
+        block_size: int,
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model, self.limits, self.device, self.clock = model, limits, device, clock
         config = model.config
+        layout = layout_of(
+            num_layers=config.num_layers,
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=model.dtype,
+        )
+        kv = KVPool(KVSpec(layout, 1), device)  # until `allocate`
         self.sampler = Sampler(limits.slots, config.vocab_size, device)
         self.pooler = Pooler()
         self._columns = -(-limits.max_model_len // kv.block_size)
@@ -121,11 +132,33 @@ class CudaExecutor:
         self._draws: dict[int, Draws] = {}
         self._mixed: dict[int, Pieces] = {}
         wave = 0 if self._flashinfer is None else self._flashinfer.wave
-        self.lumps = Lumps(GRAIN if model.can_be_captured else 1, wave)
+        grain = GRAIN if model.can_be_captured else 1
+        name, vocab_size = device_name(device), config.vocab_size
+        self.facts = ExecutorFacts(name, device.type, layout, vocab_size, ahead=True, grain=grain, wave=wave)
         self._returns = pinned(DEPTH, limits.max_num_seqs)
-        self.use(kv)
+        self._use(kv)
 
-    def use(self, kv: KVPool) -> None:
+    def measure(self) -> DeviceMemory:
+        """Runs the largest step and captures the largest graphs first, so that memory cannot run out later."""
+        self.rehearse()
+        self.capture(largest=True)
+        free, total = torch.cuda.mem_get_info(self.device)
+        later = self.untaken + self.facts.layout.block_bytes + TORCH_PAGE  # with the block that takes padding
+        return DeviceMemory(total, free, later)
+
+    def allocate(self, spec: KVSpec) -> None:
+        """Allocates the KV cache, with one more block: the last one takes the writes of padding."""
+        self._use(KVPool(spec._replace(num_blocks=spec.num_blocks + 1), self.device))
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Captures the graphs and takes the memory of the largest step."""
+        self.capture(progress=progress)
+        self.take_memory()
+
+    def fill(self) -> None:
+        self.kv.fill()
+
+    def _use(self, kv: KVPool) -> None:
         """Switches to another pool. Frees the graphs captured for the previous pool."""
         self.kv = kv
         if self._flashinfer is not None:
@@ -148,7 +181,7 @@ class CudaExecutor:
             self.sampler.close()
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> "CudaPending":
+    def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> "CudaPending":
         for setup in inputs.setups:
             self.sampler.setup(setup)
             self.pooler.setup(setup)
@@ -158,38 +191,48 @@ class CudaExecutor:
         started = _event()
         started.record(stream)
         self._desk.open()
-        rows = np.flatnonzero(plan.samples)
-        pending = CudaPending(self, rows, plan.slots[rows], started, self._returns[self._desk.turn])
-        self._write_blocks(plan)
-        if plan.num_decodes == len(plan.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
-            self._write_rows(plan, rows, size)
+        rows = np.flatnonzero(batch.samples)
+        pending = CudaPending(self, rows, batch.slots[rows], started, self._returns[self._desk.turn])
+        self._write_blocks(batch)
+        if batch.num_decodes == len(batch.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
+            self._write_rows(batch, rows, size)
             self._decodes[size].replay()
-            self._choose(pending, plan, masks, is_drawn=True)
+            self._choose(pending, batch, masks, is_drawn=True)
         else:
-            self._write_rows(plan, rows, self.limits.max_num_seqs)
-            prefills = plan.slots[plan.num_decodes :].tolist()
-            if self.pooler.sums(plan) or any(self.sampler.wants_prompt(slot) for slot in prefills):
-                hidden = self._forward(plan, inputs, all_rows=True)
-                self._describe_prompts(pending, plan, hidden)
-                pending.pooled = self.pooler.take(plan, hidden).sent()
+            self._write_rows(batch, rows, self.limits.max_num_seqs)
+            prefills = batch.slots[batch.num_decodes :].tolist()
+            if self.pooler.sums(batch) or any(self.sampler.wants_prompt(slot) for slot in prefills):
+                hidden = self._forward(batch, inputs, all_rows=True)
+                self._describe_prompts(pending, batch, hidden)
+                pending.pooled = self.pooler.take(batch, hidden).sent()
                 hidden = hidden.index_select(0, self._rows.ends[: self._score_rows(len(rows))])
             else:
-                hidden = self._forward(plan, inputs)[: self._score_rows(len(rows))]
-                if self.pooler.pools(plan):
-                    pending.pooled = self.pooler.take_last(plan, hidden).sent()
+                hidden = self._forward(batch, inputs)[: self._score_rows(len(rows))]
+                if self.pooler.pools(batch):
+                    pending.pooled = self.pooler.take_last(batch, hidden).sent()
             if len(rows):
                 self.model.scores(hidden, self._scores[: len(hidden)])
-                self._choose(pending, plan, masks, is_drawn=False)
+                self._choose(pending, batch, masks, is_drawn=False)
         pending.ended.record(stream)
         self._desk.close(pending.ended)
         return pending
 
-    def _choose(self, pending: "CudaPending", plan: StepPlan, masks: StepMasks | None, *, is_drawn: bool) -> None:
+    @torch.inference_mode()
+    def read_blocks(self, blocks: Sequence[int]) -> "CudaRead":
+        found = self.kv.read_blocks(upload(np.array(blocks, np.int64), self.device))
+        return CudaRead(torch.empty(found.shape, dtype=torch.uint8, pin_memory=found.is_cuda), found)
+
+    @torch.inference_mode()
+    def write_blocks(self, blocks: Sequence[int], data: Bytes) -> "CudaWrite":
+        self.kv.write_blocks(upload(np.array(blocks, np.int64), self.device), upload(data, self.device))
+        return CudaWrite()
+
+    def _choose(self, pending: "CudaPending", batch: StepBatch, masks: StepMasks | None, *, is_drawn: bool) -> None:
         """Draws one token per row, kept on the device and copied to the host; adds log probabilities to `pending`.
 
         `is_drawn`: a graph has already drawn from all tokens with unedited logits; draw again only where needed."""
         sampler, slots, rows = self.sampler, pending.slots, pending.rows
-        scores, positions = self._scores[: len(rows)], plan.first[rows] + plan.count[rows]
+        scores, positions = self._scores[: len(rows)], batch.first[rows] + batch.count[rows]
         cuts, size = sampler.cuts(slots), _fitting(self._draws, len(rows))
         if masks is not None or sampler.edits(slots, positions):
             edited = sampler.edit(scores, slots, positions, masks, self._edited_scores[: len(rows)])
@@ -227,59 +270,59 @@ class CudaExecutor:
         returns = (self._returns.view(-1), rows.places)
         draw(scores, rows.temperature, noise, self._last_token, rows.slots, *returns, left if cuts else None)
 
-    def _describe_prompts(self, pending: "CudaPending", plan: StepPlan, hidden: Tensor) -> None:
-        ends = np.cumsum(plan.count).tolist()
-        for row in range(plan.num_decodes, len(plan.requests)):
-            slot, first, count = int(plan.slots[row]), int(plan.first[row]), int(plan.count[row])
+    def _describe_prompts(self, pending: "CudaPending", batch: StepBatch, hidden: Tensor) -> None:
+        ends = np.cumsum(batch.count).tolist()
+        for row in range(batch.num_decodes, len(batch.slots)):
+            slot, first, count = int(batch.slots[row]), int(batch.first[row]), int(batch.count[row])
             if self.sampler.wants_prompt(slot):
                 part = hidden[ends[row] - count : ends[row]]
                 pending.prompts[row] = self.sampler.describe_prompt(self.model.logits, part, slot, first)
 
-    def _write_blocks(self, plan: StepPlan) -> None:
+    def _write_blocks(self, batch: StepBatch) -> None:
         """Updates the block tables, on the host and on the device."""
-        new = plan.new_blocks
+        new = batch.new_blocks
         if len(new.slots):
             self._blocks[new.slots, new.columns] = new.blocks
             places = new.slots * self._columns + new.columns
             if not self._desk.put_news(places, new.blocks):
                 self._courier.post(places, new.blocks, self._tables.view(-1))
 
-    def _write_rows(self, plan: StepPlan, rows: NDArray[np.int64], padded: int) -> None:
-        slots = plan.slots[rows]
-        positions = plan.first[rows] + plan.count[rows] - 1
-        ends = np.cumsum(plan.count)[rows] - 1
+    def _write_rows(self, batch: StepBatch, rows: NDArray[np.int64], padded: int) -> None:
+        slots = batch.slots[rows]
+        positions = batch.first[rows] + batch.count[rows] - 1
+        ends = np.cumsum(batch.count)[rows] - 1
         returns = np.arange(len(rows)) + self._desk.turn * self.limits.max_num_seqs
         drawn = max(padded, _fitting(self._draws, len(rows)) or 0)  # draw graphs may have more rows
         self._row_board.write([slots, positions, ends, returns, *self.sampler.drawing[:, slots]], drawn)
-        decodes, places = plan.num_decodes, most_shares(padded, self._wanted)
+        decodes, places = batch.num_decodes, most_shares(padded, self._wanted)
         for window, board in self._shares.items():
             board.write(divide(slots[:decodes], positions[:decodes], window, self._wanted), places)
-        if decodes < len(plan.slots):
+        if decodes < len(batch.slots):
             self._end_shares.write(divide(slots, positions, self.model.config.layer_windows[-1], self._wanted), places)
 
     # Steps with prompts
 
-    def _forward(self, plan: StepPlan, inputs: StepInputs, *, all_rows: bool = False) -> Tensor:
+    def _forward(self, batch: StepBatch, inputs: StepInputs, *, all_rows: bool = False) -> Tensor:
         """Hidden states of a step that no decode graph can run: it has prompts, or no graph fits its decodes.
 
         Of the rows that sample, followed by padding; or of all tokens (`all_rows`)."""
-        tokens, decodes = self._tokens_of(plan, inputs), plan.num_decodes
-        prefills = self._prefills(plan) if decodes < len(plan.slots) else None
+        tokens, decodes = self._tokens_of(batch, inputs), batch.num_decodes
+        prefills = self._prefills(batch) if decodes < len(batch.slots) else None
         kept = NOBODY if self._flashinfer is None or prefills is None else self._flashinfer.kept.writing
         self._kept_board.write([np.array([kept])], 1)
-        size = _fitting(self._mixed, plan.num_tokens)
-        worth_it = size is not None and is_worth_it(size, plan.num_tokens, self._layer_parameters)
+        size = _fitting(self._mixed, batch.num_tokens)
+        worth_it = size is not None and is_worth_it(size, batch.num_tokens, self._layer_parameters)
         if size is not None and worth_it and prefills is not None and not all_rows:
             self._token_board.write(tokens, size)
             self._desk.fetch()
-            planned, span = prefills, slice(decodes, plan.num_tokens)
+            planned, span = prefills, slice(decodes, batch.num_tokens)
             return self._mixed[size].replay(lambda heads, q, out: planned.attend(heads, q[span], out[span]))
         self._desk.fetch()
         views = Tokens(*self._courier.send(*tokens))
         if decodes:
             views.ids[:decodes] = self._last_token.index_select(0, views.slots[:decodes])
         # A step of decodes alone, which fits no graph, needs no ends: every token samples.
-        ends = None if all_rows or prefills is None else self._ends(self._score_rows(int(plan.samples.sum())))
+        ends = None if all_rows or prefills is None else self._ends(self._score_rows(int(batch.samples.sum())))
         where = (views.slots, views.positions, decodes)
         return self.model.forward(views.ids, self._attention(*where, prefills, ends, self._keeping))
 
@@ -300,28 +343,30 @@ class CudaExecutor:
     def _ends(self, rows: int) -> Ends:
         return Ends(self._rows.ends[:rows], self._end_shares.numbers[:, : most_shares(rows, self._wanted)])
 
-    def _tokens_of(self, plan: StepPlan, inputs: StepInputs) -> list[NDArray[np.int64] | NDArray[np.int32]]:
+    def _tokens_of(self, batch: StepBatch, inputs: StepInputs) -> list[NDArray[np.int64] | NDArray[np.int32]]:
         """The fields of `Tokens`, as host arrays."""
-        count, decodes = plan.count, plan.num_decodes
-        slots = np.repeat(plan.slots, count)
-        positions = np.arange(plan.num_tokens) + np.repeat(plan.first - (np.cumsum(count) - count), count)
-        decoding = np.full(plan.num_tokens, NOBODY, np.int64)
+        count, decodes = batch.count, batch.num_decodes
+        slots = np.repeat(batch.slots, count)
+        positions = np.arange(batch.num_tokens) + np.repeat(batch.first - (np.cumsum(count) - count), count)
+        decoding = np.full(batch.num_tokens, NOBODY, np.int64)
         decoding[:decodes] = slots[:decodes]
         return [slots, positions, np.concatenate([np.zeros(decodes, np.int32), inputs.prefill_tokens]), decoding]
 
-    def _prefills(self, plan: StepPlan) -> Prefills:
-        prompts = slice(plan.num_decodes, None)
-        slots, first, count, ends = plan.slots[prompts], plan.first[prompts], plan.count[prompts], plan.samples[prompts]
+    def _prefills(self, batch: StepBatch) -> Prefills:
+        prompts = slice(batch.num_decodes, None)
+        slots, first, count = (field[prompts] for field in (batch.slots, batch.first, batch.count))
         if self._flashinfer is None:
             return PlainPrefills(self.kv, self._tables, slots, first, count)
         pages = (-(-(first + count) // self.kv.block_size)).tolist()
         tables = [self._blocks[slot, :used] for slot, used in zip(slots.tolist(), pages, strict=True)]
-        return self._flashinfer.prefills(self.kv, flashinfer.Slices(slots, first, count, ends, tables))
+        return self._flashinfer.prefills(
+            self.kv, flashinfer.Slices(slots, first, count, batch.samples[prompts], tables)
+        )
 
     # Graphs
 
     @torch.inference_mode()
-    def capture(self, *, largest: bool = False, progress: Callable[[int], None] = lambda done: None) -> None:
+    def capture(self, *, largest: bool = False, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
         """Captures graphs of all sizes, or only of the `largest`. Largest first: the others then fit into its memory.
 
         Decode graphs come last. If they are captured before the graphs of draws or of large steps with prompts, their
@@ -330,20 +375,20 @@ class CudaExecutor:
         """
         if not self.model.can_be_captured:
             return
-        pool, done = torch.cuda.graph_pool_handle(), 0
+        pool, done, most = torch.cuda.graph_pool_handle(), 0, self.num_graphs
         with _no_collection():
             for size in self._mixed_sizes[::-1][: 1 if largest else None]:
                 self._mixed[size] = self._pieces(size, pool)
-                progress(done := done + 1)
+                progress(done := done + 1, most)
             for size in draw_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
                 places = (self._scores[:size], self._edited_scores[:size])
                 steps = (partial(self._draw, place, cuts=True) for place in places)
                 self._draws[size] = Draws(*(self._whole(step, pool) for step in steps))
-                progress(done := done + 1)
+                progress(done := done + 1, most)
             for size in decode_sizes(self.limits.max_num_seqs)[::-1][: 1 if largest else None]:
                 with self._trial():  # for the fetch in the warm-up; the captured fetch is not run
                     self._decodes[size] = self._whole(partial(self._decode, size), pool)
-                progress(done := done + 1)
+                progress(done := done + 1, most)
         torch.cuda.synchronize(self.device)
 
     @property
@@ -434,8 +479,8 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def take_memory(self) -> None:
-        """Allocates the memory of the largest step again, which `use` freed. In service it would be allocated bit by
-        bit, and the device waits for each allocation."""
+        """Allocates the memory of the largest step again, which `allocate` freed. In service it would be allocated bit
+        by bit, and the device waits for each allocation."""
         with self.model.abridged():
             self._rehearse_largest()
         hidden = torch.zeros(
@@ -513,6 +558,30 @@ class CudaPending:
                 embeddings=self.pooled.read(),
             )
         return self._result
+
+
+class CudaRead:
+    """Blocks on their way to the host (a `PendingRead`)."""
+
+    def __init__(self, host: Tensor, found: Tensor) -> None:
+        self._host, self._ended = host.copy_(found, non_blocking=True), _event()
+        self._ended.record()
+
+    def result(self) -> Bytes:
+        self._ended.synchronize()
+        found: Bytes = self._host.numpy().copy()  # pinned memory is scarce
+        return found
+
+
+class CudaWrite:
+    """Blocks on their way to the device (a `PendingWrite`)."""
+
+    def __init__(self) -> None:
+        self._ended = _event()
+        self._ended.record()
+
+    def result(self) -> None:
+        self._ended.synchronize()
 
 
 def _fitting(sizes: Iterable[int], count: int) -> int | None:

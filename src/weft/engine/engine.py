@@ -53,12 +53,14 @@ class Engine:
         promises: Promises | None = None,
         grammars: Grammars | None = None,
         hidden_size: int = 0,
+        block_space: bytes = b"",
     ) -> None:
         self.loop = loop
         self.grammars = grammars  # None: no structured output
         self.promises = promises  # None: no targets
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size  # length of an embedding
+        self.block_space = block_space  # see hashing.py
         self.eos_ids = eos_ids
         self.max_model_len = max_model_len
         self._random = random.Random(seed)
@@ -79,7 +81,7 @@ class Engine:
         room = self.max_model_len - len(tokens)
         number = next(self._numbers)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        root = root_hash(salt)
+        root = root_hash(salt, self.block_space)
         hashes = prompt_hashes(root, tokens, self.loop.scheduler.block_size)
         # Only the first stream reports prompt log probabilities, so the others can use the prefix cache.
         silent = replace(params, prompt_logprobs=None)

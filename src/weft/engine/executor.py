@@ -1,13 +1,21 @@
-"""The executor interface: turns StepPlans into StepResults, on a device or in virtual time."""
+"""The executor: a worker that runs steps, on a device, in another process or in virtual time. This is its protocol.
 
+Its life: `measure` the memory, `allocate` a KV cache, `warm_up`, `submit` steps and copy blocks, `close`. Everything
+that crosses this boundary is numbers, names and bytes; engine/wire.py can send all of it.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import StepPlan
+from weft.core import StepBatch
 from weft.engine.params import SamplingParams
+from weft.kv.spec import KVLayout, KVSpec
+
+Bytes = NDArray[np.uint8]
 
 
 class SlotSetup(NamedTuple):
@@ -22,9 +30,9 @@ class SlotSetup(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """The token values for a plan. Decode rows have none: their input is the last sampled token, on the device."""
+    """The token values for a batch. Decode rows have none: their input is the last sampled token, on the device."""
 
-    prefill_tokens: NDArray[np.int32]  # of the plan's prefill rows, concatenated
+    prefill_tokens: NDArray[np.int32]  # of the batch's prefill rows, concatenated
     setups: list[SlotSetup]
 
 
@@ -46,19 +54,33 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    tokens: list[int]  # one per row that samples, in row order
-    started: float
+    tokens: list[int]  # one for each row that samples and was accepted, in row order
+    started: float  # seconds on the executor's clock
     finished: float
+    accepted: NDArray[np.int64] | None = None  # tokens of each row that count as computed; None: all of the batch
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row, where requested
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: for first+1, first+2, ...
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # by row, of completed prompts
 
 
-class Lumps(NamedTuple):
-    """Granularity of an executor's work, in tokens. Step times grow in these units."""
+class ExecutorFacts(NamedTuple):
+    """What an engine must know about an executor. Nothing of it changes."""
 
-    grain: int = 1  # a step with prefill takes as long as one padded to the next multiple of this
+    device: str  # its name
+    device_type: str  # "cpu", "cuda" or "virtual"
+    layout: KVLayout  # of its KV cache
+    vocab_size: int
+    ahead: bool = False  # prepares a step while the step before runs
+    grain: int = 1  # tokens: a step with prefill takes as long as one padded to the next multiple of this
     wave: int = 0  # queries of a prefill slice that read the context in one pass; 0: all
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of memory of an executor's device."""
+
+    total: int
+    free: int  # for the KV cache and for what comes later, beside the weights and the largest step
+    later: int  # of `free`, what the executor itself allocates after the KV cache
 
 
 class PendingStep(Protocol):
@@ -67,13 +89,52 @@ class PendingStep(Protocol):
         ...
 
 
+class PendingRead(Protocol):
+    def result(self) -> Bytes:
+        """Waits for the copy. Returns one row of bytes for each block (see KVLayout)."""
+        ...
+
+
+class PendingWrite(Protocol):
+    def result(self) -> None:
+        """Waits until the blocks are written."""
+        ...
+
+
 class Executor(Protocol):
-    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> PendingStep:
+    @property
+    def facts(self) -> ExecutorFacts: ...
+
+    def measure(self) -> DeviceMemory:
+        """Returns the memory that the KV cache can be allocated from. A GPU runs its largest step before."""
+        ...
+
+    def allocate(self, spec: KVSpec) -> None:
+        """Allocates the KV cache. It replaces an earlier one, whose contents are lost."""
+        ...
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Prepares everything that would delay the first steps. `progress` gets the parts that are done, and all."""
+        ...
+
+    def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> PendingStep:
         """Starts a step and returns before its result exists. Steps run in the order of submission.
 
         The caller must have called `result` on all earlier steps but the last two."""
         ...
 
+    def read_blocks(self, blocks: Sequence[int]) -> PendingRead:
+        """Starts a copy of blocks to the host. It sees all steps that were submitted before."""
+        ...
+
+    def write_blocks(self, blocks: Sequence[int], data: Bytes) -> PendingWrite:
+        """Starts a copy of bytes from `read_blocks` into blocks. Steps that are submitted later see them."""
+        ...
+
+    def fill(self) -> None:
+        """Fills the KV cache with random numbers, for measurements that read blocks which no step has written."""
+        ...
+
     def close(self) -> None:
-        """Releases threads and devices. No step may be submitted afterwards."""
+        """Releases threads and devices. Nothing may be called afterwards."""
         ...

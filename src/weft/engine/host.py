@@ -5,16 +5,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.core import CostModel, HostCost, Request, Scheduler, StepPlan, slo
+from weft.core import CostModel, HostCost, Request, Scheduler, slo
 from weft.core.admission import DeadlineAdmission
 from weft.core.budget import StepLoad
 from weft.core.cost import Coefficients, decodes_alone
 from weft.core.forecast import GROUPS, Prefill, Rows
 from weft.core.lineup import Lineup
-from weft.engine.executor import StepInputs, StepMasks, StepResult
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
+from weft.engine.simulated import SimulatedExecutor, VirtualClock
 from weft.engine.stream import Stream
 
 FEW, MANY = 16, 128  # rows
@@ -24,22 +24,6 @@ PROMPT = 500  # tokens of an ordinary prompt
 # Time of the API process to stream a token, divided by the loop's time for a row of a step. Both are Python, so the
 # ratio is about the same on every machine (`weft bench streams` and `weft bench scheduler` measure the two).
 API_TOKEN = 50.0
-
-
-class InstantExecutor:
-    """An executor with steps that take no time."""
-
-    class Pending(NamedTuple):
-        outcome: StepResult
-
-        def result(self) -> StepResult:
-            return self.outcome
-
-    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Pending:
-        return self.Pending(StepResult([1] * int(plan.samples.sum()), 0.0, 0.0))
-
-    def close(self) -> None:
-        pass
 
 
 class SubmitTimes(NamedTuple):
@@ -75,7 +59,7 @@ def _steps(rows: int, cost: Coefficients) -> _Steps:
     scheduler = Scheduler(
         policy=slo(CostModel(cost), 8192), num_blocks=4096, block_size=BLOCK, max_num_seqs=rows + STEPS + 1
     )
-    loop = Loop(scheduler, InstantExecutor())
+    loop = Loop(scheduler, SimulatedExecutor(VirtualClock()))
     for number in range(rows):
         loop.add(_stream(number, 4 * STEPS))
     while scheduler.num_waiting:

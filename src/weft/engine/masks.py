@@ -28,8 +28,8 @@ NICE = 10  # of the threads that build matchers; the loop runs at 0
 class MaskBuilder:
     """Owns the progress of the matchers and the next mask of every stream with a grammar.
 
-    A stream is opened once. Each mask is taken once, and `advance` starts the next. A preemption changes nothing: the
-    matcher has consumed every token of the stream's output.
+    A stream is opened once. A mask stays ready until `advance` starts the next: a step that did not accept its token is
+    repeated. A preemption changes nothing: the matcher has consumed every token of the stream's output.
     """
 
     def __init__(self) -> None:
@@ -90,13 +90,13 @@ class MaskBuilder:
         return done
 
     def take(self, streams: Sequence[Stream]) -> NDArray[np.int32]:
-        """Returns and removes the masks of these streams, one row each; all must be ready.
+        """Returns the masks of these streams, one row each; all must be ready.
 
         Matchers of streams without output are built while the step runs."""
         for stream in streams:
             if not stream.output and stream.grammar is not None:
                 self._matchers.submit(stream.grammar.prepare)
-        return np.stack([self._ready.pop(stream) for stream in streams])
+        return np.stack([self._ready[stream] for stream in streams])
 
     def _begin(self, stream: Stream, token: int | None) -> None:
         assert stream.grammar is not None, "only a stream with a grammar has masks"
@@ -104,6 +104,7 @@ class MaskBuilder:
         banned = tuple(stream.stop_ids) if too_short else ()
         pool = self._pool if stream.grammar.is_ready(token) else self._matchers
         pending = pool.submit(_build, stream.grammar, token, banned)
+        self._ready.pop(stream, None)
         self._pending[stream] = pending
         self._new.append(pending)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import StepPlan
+from weft.core import StepBatch
 from weft.engine.executor import SlotSetup
 from weft.engine.params import SamplingParams
 from weft.errors import ModelError, RequestError
@@ -36,40 +36,40 @@ class Pooler:
         if setup.params.pooling is not None:
             self._kinds[setup.slot] = setup.params.pooling
 
-    def pools(self, plan: StepPlan) -> bool:
+    def pools(self, batch: StepBatch) -> bool:
         """Whether the step has a prefill of a pooling request."""
-        return bool(self._kinds) and not self._kinds.keys().isdisjoint(_prefills(plan))
+        return bool(self._kinds) and not self._kinds.keys().isdisjoint(_prefills(batch))
 
-    def sums(self, plan: StepPlan) -> bool:
+    def sums(self, batch: StepBatch) -> bool:
         """Whether the step has a prefill with mean pooling, which needs the hidden states of all its tokens."""
-        return bool(self._kinds) and any(self._kinds.get(slot) == "mean" for slot in _prefills(plan))
+        return bool(self._kinds) and any(self._kinds.get(slot) == "mean" for slot in _prefills(batch))
 
-    def take_last(self, plan: StepPlan, hidden: "Tensor") -> "Pooled":
+    def take_last(self, batch: StepBatch, hidden: "Tensor") -> "Pooled":
         """Like `take`, for steps without mean pooling. `hidden` has only the rows that sample, in order."""
-        sampling = np.flatnonzero(plan.samples).tolist()
+        sampling = np.flatnonzero(batch.samples).tolist()
         found = [
             (row, hidden[place].float())
             for place, row in enumerate(sampling)
-            if row >= plan.num_decodes and int(plan.slots[row]) in self._kinds
+            if row >= batch.num_decodes and int(batch.slots[row]) in self._kinds
         ]
         return Pooled([row for row, _ in found], [vector for _, vector in found])
 
-    def take(self, plan: StepPlan, hidden: "Tensor") -> "Pooled":
+    def take(self, batch: StepBatch, hidden: "Tensor") -> "Pooled":
         """Adds the hidden states [tokens of the step, size] of a step. Returns the embeddings of completed prompts."""
         rows, vectors = [], []
-        ends = np.cumsum(plan.count).tolist()
-        for row in range(plan.num_decodes, len(plan.slots)):
-            slot = int(plan.slots[row])
+        ends = np.cumsum(batch.count).tolist()
+        for row in range(batch.num_decodes, len(batch.slots)):
+            slot = int(batch.slots[row])
             kind = self._kinds.get(slot)
             if kind is None:
                 continue
-            end, count = ends[row], int(plan.count[row])
+            end, count = ends[row], int(batch.count[row])
             if kind == "mean":
                 added = hidden[end - count : end].float().sum(0)
                 self._sums[slot] = self._sums[slot] + added if slot in self._sums else added
-            if plan.samples[row]:
+            if batch.samples[row]:
                 rows.append(row)
-                length = int(plan.first[row]) + count
+                length = int(batch.first[row]) + count
                 vectors.append(hidden[end - 1].float() if kind == "last" else self._sums.pop(slot) / length)
         return Pooled(rows, vectors)
 
@@ -95,9 +95,9 @@ class Pooled(NamedTuple):
         return {row: vector.cpu().numpy().copy() for row, vector in zip(self.rows, self.vectors, strict=True)}
 
 
-def _prefills(plan: StepPlan) -> list[int]:
+def _prefills(batch: StepBatch) -> list[int]:
     """Slots of the step's prefills."""
-    found: list[int] = plan.slots[plan.num_decodes :].tolist()
+    found: list[int] = batch.slots[batch.num_decodes :].tolist()
     return found
 
 

@@ -1,7 +1,7 @@
-"""TorchExecutor: runs plans with torch, on a CPU or with CUDA, in one forward pass over the mixed batch."""
+"""TorchExecutor: runs batches with plain torch on a CPU, in one forward pass over all rows."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -10,12 +10,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.core import StepPlan
-from weft.engine.executor import Lumps, StepInputs, StepMasks, StepResult
+from weft.core import StepBatch
+from weft.engine.container import available_memory
+from weft.engine.device import device_name
+from weft.engine.executor import Bytes, DeviceMemory, ExecutorFacts, StepInputs, StepMasks, StepResult
 from weft.engine.pooling import Pooler
 from weft.engine.sampling import Sampler
 from weft.kernels.reference import ReferenceAttention
-from weft.kv import KVPool
+from weft.kv.pool import KVPool, layout_of
+from weft.kv.spec import KVSpec
 from weft.models import CausalLM
 
 # Steps with prefill are padded to a multiple of this many tokens. The library compiles its products for each number of
@@ -30,50 +33,84 @@ class TorchExecutor:
     One worker thread runs the steps in order, so that `submit` returns at once and the next step can be planned.
     """
 
-    lumps = Lumps(grain=GRAIN)
-
     def __init__(
         self,
         model: CausalLM,
-        kv: KVPool,
         *,
+        block_size: int,
         slots: int,
         max_model_len: int,
-        vocab_size: int,
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        config = model.config
         self.model = model
-        self.kv = kv
         self.device = device
         self.clock = clock
-        self.sampler = Sampler(slots, vocab_size, device)
+        layout = layout_of(
+            num_layers=config.num_layers,
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=model.dtype,
+        )
+        self.facts = ExecutorFacts(device_name(device), device.type, layout, config.vocab_size, grain=GRAIN)
+        self.kv = KVPool(KVSpec(layout, 0), device)  # until `allocate`
+        self.sampler = Sampler(slots, config.vocab_size, device)
         self.pooler = Pooler()
-        self._tables = torch.zeros((slots, -(-max_model_len // kv.block_size)), dtype=torch.int64, device=device)
+        self._tables = torch.zeros((slots, -(-max_model_len // block_size)), dtype=torch.int64, device=device)
         self._last_token = torch.zeros(slots, dtype=torch.int64, device=device)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-executor")
 
-    def submit(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None = None) -> Future[StepResult]:
-        return self._worker.submit(self._run, plan, inputs, masks)
+    def measure(self) -> DeviceMemory:
+        free = available_memory()
+        return DeviceMemory(total=free, free=free, later=0)
+
+    def allocate(self, spec: KVSpec) -> None:
+        self.kv = KVPool(spec, self.device)
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Does nothing: the first steps on a CPU take hardly longer than others."""
+
+    def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> Future[StepResult]:
+        return self._worker.submit(self._run, batch, inputs, masks)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Future[Bytes]:
+        return self._worker.submit(self._read, blocks)
+
+    def write_blocks(self, blocks: Sequence[int], data: Bytes) -> Future[None]:
+        return self._worker.submit(self._write, blocks, data)
+
+    def fill(self) -> None:
+        self.kv.fill()
 
     def close(self) -> None:
         self._worker.shutdown()
         self.sampler.close()
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan, inputs: StepInputs, masks: StepMasks | None) -> StepResult:
+    def _read(self, blocks: Sequence[int]) -> Bytes:
+        found: Bytes = self.kv.read_blocks(torch.tensor(blocks, dtype=torch.int64)).numpy()
+        return found
+
+    @torch.inference_mode()
+    def _write(self, blocks: Sequence[int], data: Bytes) -> None:
+        self.kv.write_blocks(torch.tensor(blocks, dtype=torch.int64), torch.from_numpy(data))
+
+    @torch.inference_mode()
+    def _run(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None) -> StepResult:
         started = self.clock()
         for setup in inputs.setups:
             self.sampler.setup(setup)
             self.pooler.setup(setup)
-        slots = self._upload(plan.slots)
-        self._update_tables(plan)
-        hidden = self._forward(plan, inputs, slots)
+        slots = self._upload(batch.slots)
+        self._update_tables(batch)
+        hidden = self._forward(batch, inputs, slots)
 
-        ends = np.cumsum(plan.count)
-        rows = np.flatnonzero(plan.samples)
+        ends = np.cumsum(batch.count)
+        rows = np.flatnonzero(batch.samples)
         logits = self.model.logits(hidden[self._upload(ends[rows] - 1)])
-        sampling, positions = plan.slots[rows], plan.first[rows] + plan.count[rows]
+        sampling, positions = batch.slots[rows], batch.first[rows] + batch.count[rows]
         tokens = self.sampler.sample(logits, sampling, positions, masks)
         self._last_token[slots[self._upload(rows)]] = tokens
         asking = self.sampler.asking(sampling)
@@ -81,10 +118,10 @@ class TorchExecutor:
         described = self.sampler.describe(logits[index], tokens[index], sampling[asking]).read()
         prompt_logprobs = {
             row: self.sampler.describe_prompt(
-                self.model.logits, hidden[ends[row] - plan.count[row] : ends[row]], slot, int(plan.first[row])
+                self.model.logits, hidden[ends[row] - batch.count[row] : ends[row]], slot, int(batch.first[row])
             ).read()
-            for row, slot in enumerate(plan.slots.tolist())
-            if row >= plan.num_decodes and self.sampler.wants_prompt(slot)
+            for row, slot in enumerate(batch.slots.tolist())
+            if row >= batch.num_decodes and self.sampler.wants_prompt(slot)
         }
         return StepResult(
             tokens=tokens.tolist(),
@@ -92,33 +129,33 @@ class TorchExecutor:
             finished=self.clock(),
             logprobs=dict(zip(rows[asking].tolist(), described, strict=True)),
             prompt_logprobs=prompt_logprobs,
-            embeddings=self.pooler.take(plan, hidden).read() if self.pooler.pools(plan) else {},
+            embeddings=self.pooler.take(batch, hidden).read() if self.pooler.pools(batch) else {},
         )
 
-    def _forward(self, plan: StepPlan, inputs: StepInputs, slots: Tensor) -> Tensor:
+    def _forward(self, batch: StepBatch, inputs: StepInputs, slots: Tensor) -> Tensor:
         """Hidden states of all tokens of the step, decodes first."""
         token_ids = torch.cat(
-            [self._last_token[slots[: plan.num_decodes]], self._upload(inputs.prefill_tokens.astype(np.int64))]
+            [self._last_token[slots[: batch.num_decodes]], self._upload(inputs.prefill_tokens.astype(np.int64))]
         )
-        offsets = np.cumsum(plan.count) - plan.count
-        positions = np.arange(plan.num_tokens) + np.repeat(plan.first - offsets, plan.count)
+        offsets = np.cumsum(batch.count) - batch.count
+        positions = np.arange(batch.num_tokens) + np.repeat(batch.first - offsets, batch.count)
         where = self._upload(positions)
         size = self.kv.block_size
         filled = where
-        if plan.num_tokens > plan.num_decodes:
-            filled = F.pad(where, (0, -plan.num_tokens % GRAIN))
-            token_ids = F.pad(token_ids, (0, -plan.num_tokens % GRAIN))
-        row_of_token = self._upload(np.repeat(plan.slots, plan.count))
+        if batch.num_tokens > batch.num_decodes:
+            filled = F.pad(where, (0, -batch.num_tokens % GRAIN))
+            token_ids = F.pad(token_ids, (0, -batch.num_tokens % GRAIN))
+        row_of_token = self._upload(np.repeat(batch.slots, batch.count))
         places = self._tables[row_of_token, where // size] * size + where % size
-        width = int((plan.first + plan.count).max() - 1) // size + 1  # blocks of the longest row
+        width = int((batch.first + batch.count).max() - 1) // size + 1  # blocks of the longest row
         attend = ReferenceAttention(
-            self.kv, filled, places, self._tables[slots, :width], plan.first, plan.count, plan.num_decodes
+            self.kv, filled, places, self._tables[slots, :width], batch.first, batch.count, batch.num_decodes
         )
         return self.model.forward(token_ids, attend)
 
-    def _update_tables(self, plan: StepPlan) -> None:
-        if len(plan.new_blocks.slots):
-            slots, columns, blocks = self._upload(np.stack(plan.new_blocks))
+    def _update_tables(self, batch: StepBatch) -> None:
+        if len(batch.new_blocks.slots):
+            slots, columns, blocks = self._upload(np.stack(batch.new_blocks))
             self._tables[slots, columns] = blocks
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:

@@ -14,7 +14,7 @@ from weft.kernels.attention import Heads, PlainHeads
 from weft.kernels.decode import Workspace, paged_decode
 from weft.kernels.fused import norm_rope_write
 from weft.kernels.reference import PrefillRow
-from weft.kv import KVPool
+from weft.kv.pool import KVPool
 
 
 class Prefills(Protocol):

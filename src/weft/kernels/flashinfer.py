@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.kernels.attention import Heads
 from weft.kernels.cuda import sm_count
 from weft.kernels.fused import copy_tokens
-from weft.kv import KVPool
+from weft.kv.pool import KVPool
 
 WORKSPACE = 256 << 20  # bytes
 MOST_GATHERED = 1 << 16  # tokens

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.attention import Heads, PlainHeads
-from weft.kv import KVPool
+from weft.kv.pool import KVPool
 
 
 class ReferenceAttention:

@@ -1,5 +1,1 @@
-"""The tensors of the KV cache."""
-
-from weft.kv.pool import KVPool, block_bytes
-
-__all__ = ["KVPool", "block_bytes"]
+"""The KV cache: its layout (spec.py) and its memory on one device (pool.py, which imports torch)."""

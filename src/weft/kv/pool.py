@@ -1,35 +1,32 @@
-"""KVPool: the tensors of the KV cache on one device. A block id indexes them."""
+"""KVPool: the memory of the KV cache on one device. A block id indexes it."""
 
 import torch
 from torch import Tensor
 
+from weft.kv.spec import KVLayout, KVSpec
+
 
 class KVPool:
-    """Keys and values of every layer, in blocks: k[layer][block, offset, kv_head, head_dim], and v the same."""
+    """Keys and values of all layers in one allocation: data[layer, keys or values, block, offset, kv_head, head_dim].
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    `k[layer]` and `v[layer]` are contiguous views of it.
+    """
+
+    def __init__(self, spec: KVSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.num_blocks = spec.num_blocks
+        self.block_size = spec.layout.block_size
+        layers, block_size, heads, head_dim, dtype = spec.layout
+        shape = (layers, 2, spec.num_blocks, block_size, heads, head_dim)
         # Not initialised: on a CPU, memory pages cost nothing before they are used. Backends must not let unwritten or
         # stale values reach a result: 0 times NaN is NaN.
-        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.data = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        self.k, self.v = ([self.data[layer, which] for layer in range(layers)] for which in (0, 1))
 
     def fill(self) -> None:
         """Fills all blocks with random numbers (a GPU takes under 1 s), for measurements that read unwritten blocks."""
-        for tensor in (*self.k, *self.v):
-            tensor.normal_()
+        for layer in self.data:
+            layer.normal_()
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores k and v of one token per place. A place is block * block_size + offset."""
@@ -42,7 +39,17 @@ class KVPool:
         k, v = (pool[layer].index_select(0, rows) for pool in (self.k, self.v))
         return k.view(*blocks, *k.shape[2:]), v.view(*blocks, *v.shape[2:])
 
+    def read_blocks(self, blocks: Tensor) -> Tensor:
+        """The bytes of blocks: uint8 [blocks, block_bytes], each block in the order of KVLayout."""
+        found = self.data.index_select(2, blocks).movedim(2, 0).contiguous()
+        return found.view(torch.uint8).view(len(blocks), -1)
 
-def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+    def write_blocks(self, blocks: Tensor, data: Tensor) -> None:
+        """Writes bytes from `read_blocks` into these blocks."""
+        layers, two, _, *rest = self.data.shape
+        found = data.contiguous().view(self.data.dtype).view(len(blocks), layers, two, *rest)
+        self.data.index_copy_(2, blocks, found.movedim(0, 2))
+
+
+def layout_of(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVLayout:
+    return KVLayout(num_layers, block_size, num_kv_heads, head_dim, str(dtype).removeprefix("torch."))

@@ -21,13 +21,12 @@ import zmq
 
 from weft.core import StepRecord, Targets
 from weft.engine.build import build_engine
-from weft.engine.calibration import device_name
 from weft.engine.collector import Collector
 from weft.engine.engine import Engine
-from weft.engine.loop import TokenEvent
 from weft.engine.options import EngineOptions
 from weft.engine.profile import profile_of
 from weft.engine.stream import Stream
+from weft.engine.streams import TokenEvent
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.observe.metrics import EngineStep
 from weft.observe.steps import StepLog
@@ -99,7 +98,7 @@ def main() -> int:
 def facts_of(engine: Engine, options: dict[str, Any]) -> Facts:
     scheduler, promises = engine.loop.scheduler, engine.promises
     targets = Targets() if promises is None else promises.targets
-    executor: Any = engine.loop.executor  # the CPU and the GPU executor both have `device`
+    executor = engine.loop.executor.facts
     profile = None
     if promises is not None:
         profile = profile_of(engine, promises.calibration, options["max_num_batched_tokens"])
@@ -111,8 +110,8 @@ def facts_of(engine: Engine, options: dict[str, Any]) -> Facts:
         max_num_seqs=scheduler.max_num_seqs,
         policy=options["policy"],
         enable_prefix_caching=scheduler.enable_prefix_caching,
-        device=device_name(executor.device),
-        device_type=executor.device.type,
+        device=executor.device,
+        device_type=executor.device_type,
         gap_target=_finite(targets.gap),
         gap_source=targets.gap_source,
         min_gap_target=targets.min_gap,

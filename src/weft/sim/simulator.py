@@ -1,4 +1,4 @@
-"""Plays a trace against the real scheduler, under a virtual clock.
+"""Plays a trace against the real loop and scheduler, on a simulated executor with a virtual clock.
 
 The clock jumps from step to step. `Truth` gives the time of a step: the profile's coefficients, optionally with noise
 and a bias that the scheduler does not know.
@@ -9,15 +9,20 @@ import random
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import HostCost, Outcome, Promise, Request, Scheduler, StepPlan, StepShape, Targets
+from weft.core import HostCost, Outcome, Plan, Promise, Request, Scheduler, StepBatch, StepRecord, StepShape, Targets
 from weft.core.cost import Coefficients
-from weft.core.host import IDLE, WAKING
 from weft.core.residuals import Heat, Residuals
+from weft.engine.executor import StepInputs, StepResult
+from weft.engine.loop import StepLoop
+from weft.engine.simulated import SimulatedExecutor, VirtualClock
 from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
+
+NO_INPUTS = StepInputs(np.empty(0, np.int32), [])
 
 
 @dataclass(frozen=True)
@@ -88,23 +93,36 @@ def play(
 
     `host` is the host time of steps, in addition to the device's (default: none).
     """
-    game = _Game(trace, scheduler, truth, targets, host or HostCost())
-    while game.turn():
-        progress(game.arrived)
-    return game.result()
+    host = host or HostCost()
+    clock = VirtualClock()
+    executor = SimulatedExecutor(clock, truth.clock(), host)
+    table = TraceTable(trace, scheduler, targets, clock, host)
+    loop = StepLoop(scheduler, executor, table, clock=clock, on_record=table.note_record)
+    while True:
+        table.add_arrivals()
+        calls = executor.calls
+        loop.step()
+        progress(table.arrived)
+        if executor.calls == calls:  # nothing was planned, and nothing was in flight
+            if table.arrived == len(trace.arrivals):
+                return table.result()
+            clock.now = max(clock.now, table.next_known_at)
 
 
-class _Game:
-    def __init__(self, trace: Trace, scheduler: Scheduler, truth: Truth, targets: Targets, host: HostCost) -> None:
+class TraceTable:
+    """The requests of a trace, for a loop in virtual time (a `RequestTable`). Records when tokens reach their clients.
+
+    It keeps numbers in arrays instead of streams with token values: a day of traffic has millions of tokens.
+    """
+
+    def __init__(
+        self, trace: Trace, scheduler: Scheduler, targets: Targets, clock: VirtualClock, host: HostCost
+    ) -> None:
         self.trace, self.scheduler, self.targets, self.host = trace, scheduler, targets, host
-        self.seconds = truth.clock()
-        self.now = 0.0
-        self.device_free = 0.0
-        self.awake = WAKING  # steps that start before this time take longer, because of an idle period before
+        self.clock = clock
         self.api_free = 0.0  # when the tokens of all earlier steps are delivered
         self.deliveries: deque[tuple[float, float]] = deque(maxlen=4)  # (begin, end) of the last steps' deliveries
         self.arrived = 0
-        self.in_flight: deque[tuple[StepPlan, float, float]] = deque()
         count = len(trace.arrivals)
         self.number: dict[Request, int] = {}
         self.requests: list[Request] = []
@@ -120,77 +138,91 @@ class _Game:
         self.gaps: list[NDArray[np.float64]] = []
         self.steps = self.prefill_tokens = self.cached_tokens = self.preemptions = 0
 
-    def turn(self) -> bool:
-        """Plans a step and commits the oldest step in flight. Returns False when the trace is done."""
-        self._admit_arrivals()
-        plan = self.scheduler.plan(self.now)
-        if plan is not None:
-            for request in plan.joined:
-                self.owner[request.slot] = self.number[request]
-            self.now += self.host.before(len(plan.slots), plan.shape.slices > 0)
-            started = max(self.now, self.device_free)
-            idle = started - self.device_free
-            if idle > IDLE:
-                self.awake = started + WAKING
-            slow = 1 + self.host.wake if started < self.awake else 1.0
-            self.device_free = started + slow * self.seconds(plan.shape, idle)
-            self.in_flight.append((plan, started, self.device_free))
-        for request in self.scheduler.refused:
-            self.refused[self.number[request]] = True
-        self.scheduler.refused.clear()
-        if len(self.in_flight) > 1 or (plan is None and self.in_flight):
-            self._take_in(*self.in_flight.popleft())
-        elif plan is None:
-            if self.arrived == len(self.trace.arrivals):
-                return False
-            self.now = max(self.now, self._known_at(self.trace.arrivals[self.arrived].time))
-        return True
-
-    def _admit_arrivals(self) -> None:
+    def add_arrivals(self) -> None:
+        """Queues the requests that the engine knows by now."""
         arrivals = self.trace.arrivals
-        while self.arrived < len(arrivals) and self._known_at(arrivals[self.arrived].time) <= self.now:
+        while self.arrived < len(arrivals) and self.next_known_at <= self.clock.now:
             request = _request(self.arrived, arrivals[self.arrived], self.targets, self.scheduler.block_size)
             self.number[request] = self.arrived
             self.requests.append(request)
             self.scheduler.add(request)
             self.arrived += 1
-            self.now += self.host.arrival
+            self.clock.now += self.host.arrival
 
-    def _known_at(self, sent: float) -> float:
-        """When the engine receives a request. The process that reads it also delivers tokens, and these go first."""
+    @property
+    def next_known_at(self) -> float:
+        """When the engine receives the next request. The API process that reads it delivers tokens before."""
+        sent = self.trace.arrivals[self.arrived].time
         known = sent + self.host.request
         for begun, ended in self.deliveries:
             if begun < known and ended > sent:
                 known += ended - max(begun, sent)
         return known
 
-    def _take_in(self, plan: StepPlan, started: float, finished: float) -> None:
-        self.now = max(self.now, finished) + self.host.commit
-        outcome = Outcome(finished=[(plan.requests[row], "length") for row in self._last_rows(plan)])
-        self._note_tokens(plan)
-        for request, _ in outcome.finished:
-            self.finished[self.number[request]] = self.last_token[self.number[request]]
-        self.scheduler.commit(plan, outcome, started, finished)
+    def inputs(self, batch: StepBatch, joined: list[Request]) -> StepInputs:
+        for request in joined:
+            self.owner[request.slot] = self.number[request]
+        return NO_INPUTS
+
+    def refuse(self, requests: list[Request]) -> list[Never]:
+        for request in requests:
+            self.refused[self.number[request]] = True
+        return []
+
+    def take(self, plan: Plan, result: StepResult, outcome: Outcome) -> list[Never]:
+        assert plan.batch is not None, "only a batch has a result"
+        batch = plan.batch
+        ended = self._ended(batch, plan.last)
+        outcome.finished = [(self.requests[number], "length") for number in ended.tolist()]
+        self._note_tokens(batch)
+        self.finished[ended] = self.last_token[ended]
+        return []
+
+    def note_record(self, record: StepRecord) -> None:
         self.steps += 1
-        self.prefill_tokens += plan.num_tokens - plan.num_decodes
-        self.cached_tokens += plan.cached_tokens
-        self.preemptions += plan.preemptions
+        self.prefill_tokens += record.prefill_tokens
+        self.cached_tokens += record.cached_tokens
+        self.preemptions += record.preemptions
 
-    def _last_rows(self, plan: StepPlan) -> list[int]:
-        """Rows of the requests that finish in this step."""
-        rows = np.flatnonzero(plan.samples if self.stops else plan.last)
-        if self.stops:
-            rows = rows[self.left[self.owner[plan.slots[rows]]] == 1]
-        found: list[int] = rows.tolist()
-        return found
+    # A trace has no token values, so nothing is hashed, masked or forgotten.
 
-    def _note_tokens(self, plan: StepPlan) -> None:
+    def hash_filled(self, batch: StepBatch) -> list[Request]:
+        return []
+
+    def masks(self, batch: StepBatch) -> None:
+        return None
+
+    def released(self) -> list[Request]:
+        return []
+
+    def wait_for_new_masks(self, seconds: float) -> bool:
+        return False
+
+    def wait_for_a_mask(self, seconds: float) -> None:
+        pass
+
+    def forget(self, finished: list[tuple[Request, str]]) -> None:
+        pass
+
+    def fail(self, now: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _ended(self, batch: StepBatch, last: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Numbers of the requests that finish in this step."""
+        owners = self.owner[batch.slots[batch.samples if self.stops else last]]
+        ended: NDArray[np.int64] = owners[self.left[owners] == 1] if self.stops else owners
+        return ended
+
+    def _note_tokens(self, batch: StepBatch) -> None:
         """Records token times. Tokens reach their clients one by one, after the tokens of the previous step."""
-        owners = self.owner[plan.slots[plan.samples]]
+        owners = self.owner[batch.slots[batch.samples]]
         if self.stops:  # drop tokens of requests that finished while this step was in flight
             owners = owners[self.left[owners] > 0]
             self.left[owners] -= 1
-        begun = max(self.now, self.api_free)
+        begun = max(self.clock.now, self.api_free)
         times = begun + self.host.token * np.arange(1, len(owners) + 1)
         self.api_free = begun + self.host.delivery(len(owners))
         self.deliveries.append((begun, self.api_free))
@@ -207,7 +239,7 @@ class _Game:
         arrivals = self.trace.arrivals
         return Played(
             span=self.trace.span,
-            ended=max(self.now, self.api_free),
+            ended=max(self.clock.now, self.api_free),
             arrival=np.array([a.time for a in arrivals]),
             prompt_tokens=np.array([a.prompt_tokens for a in arrivals]),
             output_tokens=np.array([a.output_tokens for a in arrivals]),

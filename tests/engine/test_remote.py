@@ -1,0 +1,134 @@
+"""An executor in another process, behind a socket: the loop speaks to it through the public protocol alone."""
+
+import multiprocessing
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from tests.company import BLOCK, Arrival, Case, assert_it_really_happened, cases, play
+from tests.core.test_company import is_constrained, open_stream
+from tests.toy import ReluctantExecutor, ToyExecutor, solo, toy_loop, toy_stream
+from weft.engine.remote import RemoteExecutor, serve_executor
+from weft.errors import EngineError
+from weft.kv.spec import KVSpec
+
+KINDS = {"toy": ToyExecutor, "reluctant": ReluctantExecutor}
+
+
+def serve_toys(orders: socket.socket) -> None:
+    """Each connection that comes through `orders` gets a toy executor of its own, until `orders` is closed."""
+    while True:
+        request, descriptors, *_ = socket.recv_fds(orders, 64, 1)
+        if not request:
+            return
+        kind, *sizes = request.decode().split()
+        executor, connection = KINDS[kind](*map(int, sizes)), socket.socket(fileno=descriptors[0])
+        threading.Thread(target=serve_executor, args=(executor, connection), daemon=True).start()
+
+
+@contextmanager
+def far_process() -> Iterator[socket.socket]:
+    """A process with toy executors. Yields the socket that orders come through."""
+    near, far = socket.socketpair()
+    process = multiprocessing.get_context("spawn").Process(target=serve_toys, args=(far,), daemon=True)
+    process.start()
+    far.close()
+    try:
+        yield near
+    finally:
+        near.close()
+        process.join(timeout=30)
+        assert process.exitcode == 0
+
+
+def remote(orders: socket.socket, slots: int, num_blocks: int, block_size: int, kind: str = "toy") -> RemoteExecutor:
+    near, far = socket.socketpair()
+    socket.send_fds(orders, [f"{kind} {slots} {num_blocks} {block_size}".encode()], [far.fileno()])
+    far.close()
+    executor = RemoteExecutor(near)
+    assert executor.measure().free > 0
+    executor.allocate(KVSpec(executor.facts.layout, num_blocks))
+    executor.warm_up()
+    return executor
+
+
+@pytest.mark.parametrize("kind", ["toy", "reluctant"])
+def test_company_never_changes_tokens_behind_a_socket(kind: str) -> None:
+    seen: Counter[str] = Counter()
+    with far_process() as orders:
+
+        @settings(max_examples=150, deadline=None)
+        @given(cases)
+        def plays(case: Case) -> None:
+            loop = toy_loop(
+                num_blocks=case.num_blocks,
+                block_size=BLOCK,
+                policy=case.policy,
+                seqs=case.seqs,
+                depth=case.depth,
+                caching=case.caching,
+                make_executor=lambda *sizes: remote(orders, *sizes, kind=kind),
+            )
+
+            def alone(arrival: Arrival) -> list[int]:
+                return solo(arrival.prompt, arrival.max_tokens, constrained=is_constrained(arrival))
+
+            try:
+                play(case, loop, open_stream, alone, seen)
+            finally:
+                loop.close()
+
+        for _ in range(3):
+            plays()
+    assert_it_really_happened(seen)
+
+
+def test_blocks_are_read_and_written_by_id_between_steps() -> None:
+    """A prompt's blocks go to another executor, whose own loop then finds them in its prefix cache."""
+    prompt = list(range(1, 24))
+    expected = solo(prompt, 8)
+    with far_process() as orders:
+        loops = [toy_loop(make_executor=lambda *sizes: remote(orders, *sizes)) for _ in range(2)]
+        first, second = (toy_stream(name, prompt, 8) for name in ("first", "second"))
+        loops[0].add(first)
+        while loops[0].has_work:
+            loops[0].step()
+        names = first.request.hashes[: len(prompt) // BLOCK]
+        blocks = loops[0].scheduler.cache.match(names, 0, len(names))
+        assert len(blocks) == len(names)
+        data = loops[0].executor.read_blocks(blocks).result()
+        reserved = loops[1].scheduler.expect_blocks(names)
+        assert reserved is not None
+        loops[1].executor.write_blocks(reserved.blocks, data).result()
+        assert loops[1].scheduler.end_transfer(reserved, arrived=True)
+        loops[1].add(second)
+        while loops[1].has_work:
+            loops[1].step()
+        assert second.request.cached_tokens == len(names) * BLOCK
+        assert first.output == second.output == expected
+        for loop in loops:
+            loop.scheduler.check_integrity()
+            loop.close()
+
+
+def test_an_error_at_the_far_end_is_an_error_of_the_step() -> None:
+    with far_process() as orders:
+        executor = remote(orders, 4, 8, BLOCK)
+        with pytest.raises(EngineError, match="IndexError"):
+            executor.read_blocks([99]).result()
+        executor.write_blocks([1], np.full((1, 8 * BLOCK), 7, np.uint8)).result()
+        assert (executor.read_blocks([1]).result() == 7).all(), "it goes on after an error"
+        executor.close()
+
+
+def test_a_process_that_ended_is_told() -> None:
+    near, far = socket.socketpair()
+    far.close()
+    with pytest.raises((EngineError, OSError)):
+        RemoteExecutor(near)
