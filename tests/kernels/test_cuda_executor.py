@@ -103,7 +103,8 @@ def _replace_executor(llm: weft.LLM, options: dict[str, int], *, captured: bool)
     loop = llm.engine.loop
     model, blocks = loop.executor.model, loop.scheduler.num_blocks  # type: ignore[attr-defined]
     config = model.config
-    size = {"block_size": 16, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "dtype": model.dtype}
+    dtype = model.dtypes.kv_cache
+    size = {"block_size": 16, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "dtype": dtype}
 
     def pool(num_blocks: int) -> KVPool:
         return KVPool(num_layers=config.num_layers, num_blocks=num_blocks, device=torch.device("cpu"), **size)

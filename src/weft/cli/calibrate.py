@@ -100,11 +100,11 @@ def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, P
     from weft.progress import work_progress
 
     engine, scheduler = llm.engine, llm.engine.loop.scheduler
-    executor: Any = engine.loop.executor  # the CPU and the GPU executor both have `device` and `kv`
+    executor: Any = engine.loop.executor  # the CPU and the GPU executor both have `device`, `kv` and `model`
     device = device_name(executor.device)
     file = calibration_file(
         llm.path,
-        dtype=str(executor.kv.k[0].dtype),
+        dtype=executor.model.dtypes.name,
         device=device,
         block_size=scheduler.block_size,
         max_num_seqs=scheduler.max_num_seqs,

@@ -55,12 +55,12 @@ def build_engine(
     import torch
 
     from weft.engine.calibration import device_name
-    from weft.models import load_config, load_model, resolve_dtype
+    from weft.models import Dtypes, load_config, load_model, resolve_dtype
 
     done("imports")
     config = load_config(path)
     device = _device(options.device)
-    dtype = resolve_dtype(options.dtype, config, device)
+    dtypes = Dtypes.of(resolve_dtype(options.dtype, config, device))
     longest = options.max_model_len or config.max_context
     if longest > config.longest_context:
         raise OptionError(
@@ -69,7 +69,9 @@ def build_engine(
     if device.type == "cuda" and torch.cuda.memory_reserved(device):  # by an earlier engine of this process
         gc.collect()
         torch.cuda.empty_cache()
-    model = load_model(path, config, dtype=dtype, device=device, max_model_len=longest, load_format=options.load_format)
+    model = load_model(
+        path, config, dtypes=dtypes, device=device, max_model_len=longest, load_format=options.load_format
+    )
     done("weights")
     build = _on_gpu if device.type == "cuda" else _on_cpu
     executor, num_blocks, lumps = build(options, model, longest, device, done)
@@ -83,7 +85,7 @@ def build_engine(
             "max_model_len": max_model_len,
         }
         name = device_name(device)
-        file = calibration_file(path, dtype=str(dtype), device=name, **limits)
+        file = calibration_file(path, dtype=dtypes.name, device=name, **limits)
         measuring = {**limits, "num_blocks": num_blocks, "vocab_size": config.vocab_size, "device": name}
         is_gpu = device.type == "cuda"
         measuring |= {"ahead": is_gpu, "is_filled": is_gpu, **lumps._asdict()}
@@ -182,7 +184,7 @@ def _pool(options: EngineOptions, model: "CausalLM", num_blocks: int, device: "t
         block_size=options.block_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=model.dtype,
+        dtype=model.dtypes.kv_cache,
         device=device,
     )
 
@@ -302,7 +304,8 @@ def _num_blocks(options: EngineOptions, model: "CausalLM", memory: int) -> int:
     from weft.kv import block_bytes
 
     config = model.config
-    each = block_bytes(config.num_layers, options.block_size, config.num_kv_heads, config.head_dim, model.dtype)
+    dtype = model.dtypes.kv_cache
+    each = block_bytes(config.num_layers, options.block_size, config.num_kv_heads, config.head_dim, dtype)
     least = 2 if model.on_gpu else 1
     if memory < least * each:
         raise OptionError(

@@ -106,14 +106,14 @@ class CudaExecutor:
         self._rows, self._tokens = Rows.of(self._row_board.numbers), Tokens(*self._token_board.numbers)
         self._courier = Courier(device)
         width = config.num_heads * config.head_dim
-        self._queries = torch.empty((most, width), dtype=model.dtype, device=device)
+        self._queries = torch.empty((most, width), dtype=model.dtypes.activations, device=device)
         self._attended = torch.empty_like(self._queries)
         sizes = (limits.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim)
         self._workspace = Workspace.of(*sizes, self._wanted, device)
         self._flashinfer: flashinfer.FlashInfer | None = None
         self._keeping: Keeping | None = None
-        if flashinfer.is_usable(config.head_dim, model.dtype):
-            kind = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, model.dtype)
+        if flashinfer.is_usable(config.head_dim, model.dtypes.kv_cache):
+            kind = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, model.dtypes.kv_cache)
             self._flashinfer = flashinfer.FlashInfer(*kind, limits.max_model_len, device, self._courier.send)
             if self._flashinfer.kept.capacity:
                 self._keeping = Keeping(self._flashinfer.kept.copy, self._kept_board.numbers[0])
@@ -438,9 +438,8 @@ class CudaExecutor:
         bit, and the device waits for each allocation."""
         with self.model.abridged():
             self._rehearse_largest()
-        hidden = torch.zeros(
-            (self.limits.max_num_seqs, self.model.config.hidden_size), dtype=self.model.dtype, device=self.device
-        )
+        size = (self.limits.max_num_seqs, self.model.config.hidden_size)
+        hidden = torch.zeros(size, dtype=self.model.dtypes.activations, device=self.device)
         for rows in score_sizes(self.limits.max_num_seqs):
             self.model.scores(hidden[:rows], self._scores[:rows])
         torch.cuda.synchronize(self.device)

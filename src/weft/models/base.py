@@ -12,6 +12,7 @@ from weft.kernels import ops
 from weft.kernels.attention import Attend
 from weft.models.config import ModelConfig
 from weft.models.layers import Attention, RMSNorm, SparseMLP, Stacked, wide
+from weft.models.linear import Dtypes
 from weft.models.rope import Rope
 
 
@@ -33,9 +34,9 @@ class CausalLM(nn.Module):
         """config.json with the family's defaults, old spellings rewritten, and keys that it does not know removed."""
         return raw
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dtypes: Dtypes) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.dtypes = config, dtypes
         vocab, hidden = config.vocab_size, config.hidden_size
         # From a tensor: the usual constructor draws random values, which on the meta device imports the compiler.
         self.embed_tokens = nn.Embedding(vocab, hidden, _weight=torch.empty(vocab, hidden))
@@ -43,13 +44,14 @@ class CausalLM(nn.Module):
         self._passed = list(self.layers)  # layers of a forward pass: all, except in `abridged`
         self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.to(dtypes.weights)
 
     def build_layer(self, config: ModelConfig, index: int) -> nn.Module:
         raise NotImplementedError
 
-    def settle(self, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    def settle(self, max_model_len: int, device: torch.device) -> None:
         """Prepares rotary embeddings for positions up to `max_model_len`. To be called when the weights are loaded."""
-        ropes = {rope: Rope(rope, max_model_len, dtype, device) for rope in self.config.layer_ropes}
+        ropes = {rope: Rope(rope, max_model_len, self.dtypes.activations, device) for rope in self.config.layer_ropes}
         attentions = [module for module in self.modules() if isinstance(module, Attention)]
         for attention, rope in zip(attentions, self.config.layer_ropes, strict=True):
             attention.settle(ropes[rope])
@@ -103,13 +105,9 @@ class CausalLM(nn.Module):
 
     @property
     def score_dtype(self) -> torch.dtype:
-        """The model's dtype. With a softcap, which needs more precision, float32 or wider."""
-        wider = torch.promote_types(self.dtype, torch.float32)
-        return self.dtype if self.config.logit_softcap is None else wider
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embed_tokens.weight.dtype
+        """The dtype of activations. With a softcap, which needs more precision, float32 or wider."""
+        dtype = self.dtypes.activations
+        return dtype if self.config.logit_softcap is None else torch.promote_types(dtype, torch.float32)
 
     @property
     def can_be_captured(self) -> bool:

@@ -14,6 +14,7 @@ from weft.files import read_json
 from weft.models.base import CausalLM
 from weft.models.config import ModelConfig
 from weft.models.layers import RMSNorm
+from weft.models.linear import Dtypes
 from weft.models.registry import ARCHITECTURES
 
 PIECE = 1 << 26  # numbers drawn at a time
@@ -24,7 +25,7 @@ def load_model(
     path: Path | str,
     config: ModelConfig,
     *,
-    dtype: torch.dtype,
+    dtypes: Dtypes,
     device: torch.device,
     max_model_len: int,
     load_format: Literal["auto", "dummy"] = "auto",
@@ -35,7 +36,7 @@ def load_model(
     `max_model_len` selects the frequencies of ropes that have several (see rope.py).
     """
     with torch.device("meta"):  # names and shapes only: mismatches are found before memory is allocated
-        model = ARCHITECTURES[config.architecture](config).requires_grad_(False).eval().to(dtype)
+        model = ARCHITECTURES[config.architecture](config, dtypes).requires_grad_(False).eval()
     if load_format == "dummy":
         _allocate(model, device)
         _draw(model, seed)
@@ -45,7 +46,7 @@ def load_model(
         _allocate(model, device)
         for name, target in _sources(model, checkpoint):
             target.copy_(checkpoint.tensor(name))
-    model.settle(max_model_len, dtype, device)
+    model.settle(max_model_len, device)
     return model
 
 
