@@ -107,7 +107,7 @@ class ToyExecutor:
         self.block_size = block_size
         # Two numbers of four bytes for each token: as large as the state that is kept.
         layout = KVLayout(num_layers=1, block_size=block_size, num_kv_heads=1, head_dim=1, dtype="float32")
-        self.facts = ExecutorFacts("toy", "virtual", layout, VOCAB)
+        self.facts = ExecutorFacts("toy", "virtual", layout, VOCAB, "int64")
         self.slots = slots
         self.pending: deque[Lazy] = deque()
         self.allocate(KVSpec(layout, num_blocks))

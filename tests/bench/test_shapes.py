@@ -14,7 +14,7 @@ from weft.bench.shapes import SHAPES, process_seconds, shape_directory, subject
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.errors import ModelError, OptionError
-from weft.models import ARCHITECTURES, ModelConfig, load_config
+from weft.models import ARCHITECTURES, Dtypes, ModelConfig, load_config
 
 # torch itself depends on jinja2, so that one is always there.
 SERVER = ["zmq", "starlette", "uvicorn", "msgspec", "httptools", "uvloop", "llguidance", "huggingface_hub", "rich"]
@@ -48,7 +48,7 @@ def config_of(shape: str) -> ModelConfig:
 def matrices(config: ModelConfig) -> int:
     """Parameters of the real model that a decode step reads: all matrices but an embedding that is not the head."""
     with torch.device("meta"):
-        model = ARCHITECTURES[config.architecture](config)
+        model = ARCHITECTURES[config.architecture](config, Dtypes.of(torch.float32))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.dim() > 1}
     return sum(sizes.values()) - (0 if config.tie_embeddings else sizes["embed_tokens.weight"])
 

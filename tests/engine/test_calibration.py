@@ -56,7 +56,7 @@ class Pending:
         return self.run()
 
 
-FACTS = ExecutorFacts("a machine", "cpu", LAYOUT, vocab_size=100)
+FACTS = ExecutorFacts("a machine", "cpu", LAYOUT, vocab_size=100, dtypes="none")
 
 
 class Device(SimulatedExecutor):

@@ -19,7 +19,7 @@ from weft.engine.stream import Standing, Stream
 from weft.engine.structured import Grammar, Grammars
 from weft.engine.torch_executor import TorchExecutor
 from weft.kv.spec import KVSpec
-from weft.models import CausalLM, load_config, load_model
+from weft.models import CausalLM, Dtypes, load_config, load_model
 
 CPU = torch.device("cpu")
 # By seed; None is greedy. Everything that a neighbour might disturb is in one of them.
@@ -43,7 +43,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(path: Path) -> CausalLM:
     config = load_config(path)
-    return load_model(path, config, dtype=torch.float64, device=CPU, max_model_len=128, load_format="dummy", seed=1)
+    dtypes = Dtypes.of(torch.float64)
+    return load_model(path, config, dtypes=dtypes, device=CPU, max_model_len=128, load_format="dummy", seed=1)
 
 
 def open_stream(name: str, arrival: Arrival, now: float, grammar: Grammar | None) -> Stream:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.models import tiny
 from weft.kernels.attention import Heads
-from weft.models import CausalLM, load_config, load_model
+from weft.models import CausalLM, Dtypes, load_config, load_model
 from weft.models.layers import SparseMLP
 
 CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
@@ -56,7 +56,7 @@ def called(model: CausalLM) -> list[Heads]:
 def model_of(config: dict[str, Any], path: Path) -> CausalLM:
     whole = {"architectures": ["LlamaForCausalLM"], **tiny.SHAPE, **config}
     (path / "config.json").write_text(json.dumps(whole))
-    shape = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
+    shape: dict[str, Any] = {"dtypes": Dtypes.of(torch.float32), "device": torch.device("cpu"), "max_model_len": 64}
     return load_model(path, load_config(path), load_format="dummy", **shape)
 
 

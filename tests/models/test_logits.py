@@ -7,14 +7,14 @@ import torch
 
 from tests.models import tiny
 from tests.models.conftest import Saved
-from weft.models import CausalLM, load_config, load_model
+from weft.models import CausalLM, Dtypes, load_config, load_model
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4  # the largest absolute difference of any logit
 
 
 def load(path: Path, max_model_len: int = tiny.CONTEXT, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_model(path, load_config(path), dtype=dtype, device=CPU, max_model_len=max_model_len)
+    return load_model(path, load_config(path), dtypes=Dtypes.of(dtype), device=CPU, max_model_len=max_model_len)
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:

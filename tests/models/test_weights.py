@@ -15,12 +15,12 @@ from tests.models.conftest import Saved
 from tests.models.test_logits import CPU, difference, load
 from weft.errors import ModelError
 from weft.hub import resolve_model
-from weft.models import CausalLM, load_config, load_model
+from weft.models import CausalLM, Dtypes, load_config, load_model
 
 
 def dummy(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> CausalLM:
-    config = load_config(path)
-    return load_model(path, config, dtype=dtype, device=CPU, max_model_len=tiny.CONTEXT, load_format="dummy", seed=seed)
+    options: dict[str, Any] = {"dtypes": Dtypes.of(dtype), "load_format": "dummy", "seed": seed}
+    return load_model(path, load_config(path), device=CPU, max_model_len=tiny.CONTEXT, **options)
 
 
 def rewrite(source: Path, target: Path, **changes: torch.Tensor) -> Path:
@@ -148,8 +148,9 @@ def test_loading_imports_no_computer_algebra(saved: Saved) -> None:
     """Torch does so for some operations on tensors without memory, which takes seconds of every start."""
     _, path = saved("llama")
     code = (
-        "import sys, torch; from weft.models import load_config, load_model; path = sys.argv[1]; "
-        "load_model(path, load_config(path), dtype=torch.float32, device=torch.device('cpu'), max_model_len=64); "
+        "import sys, torch; from weft.models import Dtypes, load_config, load_model; path = sys.argv[1]; "
+        "options = {'dtypes': Dtypes.of(torch.float32), 'device': torch.device('cpu'), 'max_model_len': 64}; "
+        "load_model(path, load_config(path), **options); "
         "sys.exit('sympy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == 0

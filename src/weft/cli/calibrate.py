@@ -103,7 +103,7 @@ def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, P
     executor = engine.loop.executor
     file = calibration_file(
         llm.path,
-        dtype=executor.facts.layout.dtype,
+        dtype=executor.facts.dtypes,
         device=executor.facts.device,
         block_size=scheduler.block_size,
         max_num_seqs=scheduler.max_num_seqs,

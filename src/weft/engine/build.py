@@ -88,7 +88,7 @@ def build_engine(
         promises=promises,
         grammars=Grammars(path, config.vocab_size, eos_ids),
         hidden_size=config.hidden_size,
-        block_space=block_space(path, options.load_format, executor.facts.layout),
+        block_space=block_space(path, options.load_format, executor.facts.dtypes, executor.facts.layout),
     )
 
 
@@ -96,14 +96,16 @@ def _executor(options: EngineOptions, path: Path, config: "ModelConfig", longest
     """Loads the model onto the device. The KV cache comes later."""
     import torch
 
-    from weft.models import load_model, resolve_dtype
+    from weft.models import Dtypes, load_model, resolve_dtype
 
     device = _device(options.device)
-    dtype = resolve_dtype(options.dtype, config, device)
+    dtypes = Dtypes.of(resolve_dtype(options.dtype, config, device))
     if device.type == "cuda" and torch.cuda.memory_reserved(device):  # by an earlier engine of this process
         gc.collect()
         torch.cuda.empty_cache()
-    model = load_model(path, config, dtype=dtype, device=device, max_model_len=longest, load_format=options.load_format)
+    model = load_model(
+        path, config, dtypes=dtypes, device=device, max_model_len=longest, load_format=options.load_format
+    )
     slots, block_size = Slots.size_for(options.max_num_seqs), options.block_size
     if device.type == "cuda":
         from weft.engine.cuda_executor import CudaExecutor, Limits
@@ -149,7 +151,7 @@ def _calibration(
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_model_len": max_model_len,
     }
-    file = calibration_file(path, dtype=executor.facts.layout.dtype, device=executor.facts.device, **limits)
+    file = calibration_file(path, dtype=executor.facts.dtypes, device=executor.facts.device, **limits)
     known = load_calibration(file)
     found = known
     if known is None or known.is_noisy:

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core import StepBatch
-from weft.engine.device import device_name
-from weft.engine.executor import Bytes, DeviceMemory, ExecutorFacts, StepInputs, StepMasks, StepResult
+from weft.engine.device import facts_of
+from weft.engine.executor import Bytes, DeviceMemory, StepInputs, StepMasks, StepResult
 from weft.engine.graphs import (
     GRAIN,
     Cut,
@@ -46,7 +46,7 @@ from weft.kernels.decode import Workspace, wanted_shares
 from weft.kernels.draw import Noise, draw
 from weft.kernels.shares import Shares, divide, most_shares
 from weft.kernels.truncate import Cuts
-from weft.kv.pool import KVPool, layout_of
+from weft.kv.pool import KVPool
 from weft.kv.spec import KVSpec
 from weft.models import CausalLM
 
@@ -84,17 +84,9 @@ class CudaExecutor:
     ) -> None:
         self.model, self.limits, self.device, self.clock = model, limits, device, clock
         config = model.config
-        layout = layout_of(
-            num_layers=config.num_layers,
-            block_size=block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=model.dtype,
-        )
-        kv = KVPool(KVSpec(layout, 1), device)  # until `allocate`
         self.sampler = Sampler(limits.slots, config.vocab_size, device)
         self.pooler = Pooler()
-        self._columns = -(-limits.max_model_len // kv.block_size)
+        self._columns = -(-limits.max_model_len // block_size)
         self._tables = torch.zeros((limits.slots, self._columns), dtype=torch.int32, device=device)
         self._blocks = np.zeros((limits.slots, self._columns), np.int32)  # copy on the host
         self._last_token = torch.zeros(limits.slots, dtype=torch.int32, device=device)
@@ -117,14 +109,14 @@ class CudaExecutor:
         self._rows, self._tokens = Rows.of(self._row_board.numbers), Tokens(*self._token_board.numbers)
         self._courier = Courier(device)
         width = config.num_heads * config.head_dim
-        self._queries = torch.empty((most, width), dtype=model.dtype, device=device)
+        self._queries = torch.empty((most, width), dtype=model.dtypes.activations, device=device)
         self._attended = torch.empty_like(self._queries)
         sizes = (limits.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim)
         self._workspace = Workspace.of(*sizes, self._wanted, device)
         self._flashinfer: flashinfer.FlashInfer | None = None
         self._keeping: Keeping | None = None
-        if flashinfer.is_usable(config.head_dim, model.dtype):
-            kind = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, model.dtype)
+        if flashinfer.is_usable(config.head_dim, model.dtypes.kv_cache):
+            kind = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, model.dtypes.kv_cache)
             self._flashinfer = flashinfer.FlashInfer(*kind, limits.max_model_len, device, self._courier.send)
             if self._flashinfer.kept.capacity:
                 self._keeping = Keeping(self._flashinfer.kept.copy, self._kept_board.numbers[0])
@@ -133,10 +125,9 @@ class CudaExecutor:
         self._mixed: dict[int, Pieces] = {}
         wave = 0 if self._flashinfer is None else self._flashinfer.wave
         grain = GRAIN if model.can_be_captured else 1
-        name, vocab_size = device_name(device), config.vocab_size
-        self.facts = ExecutorFacts(name, device.type, layout, vocab_size, ahead=True, grain=grain, wave=wave)
+        self.facts = facts_of(model, device, block_size, ahead=True, grain=grain, wave=wave)
         self._returns = pinned(DEPTH, limits.max_num_seqs)
-        self._use(kv)
+        self._use(KVPool(KVSpec(self.facts.layout, 1), device))  # until `allocate`
 
     def measure(self) -> DeviceMemory:
         """Runs the largest step and captures the largest graphs first, so that memory cannot run out later."""
@@ -483,9 +474,8 @@ class CudaExecutor:
         by bit, and the device waits for each allocation."""
         with self.model.abridged():
             self._rehearse_largest()
-        hidden = torch.zeros(
-            (self.limits.max_num_seqs, self.model.config.hidden_size), dtype=self.model.dtype, device=self.device
-        )
+        size = (self.limits.max_num_seqs, self.model.config.hidden_size)
+        hidden = torch.zeros(size, dtype=self.model.dtypes.activations, device=self.device)
         for rows in score_sizes(self.limits.max_num_seqs):
             self.model.scores(hidden[:rows], self._scores[:rows])
         torch.cuda.synchronize(self.device)

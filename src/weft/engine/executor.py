@@ -70,6 +70,7 @@ class ExecutorFacts(NamedTuple):
     device_type: str  # "cpu", "cuda" or "virtual"
     layout: KVLayout  # of its KV cache
     vocab_size: int
+    dtypes: str  # of the model's numbers
     ahead: bool = False  # prepares a step while the step before runs
     grain: int = 1  # tokens: a step with prefill takes as long as one padded to the next multiple of this
     wave: int = 0  # queries of a prefill slice that read the context in one pass; 0: all

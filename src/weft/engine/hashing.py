@@ -15,9 +15,9 @@ from weft.kv.spec import KVLayout
 DIGEST_BYTES = 16
 
 
-def block_space(path: Path, load_format: str, layout: KVLayout) -> bytes:
-    """What blocks of equal tokens must have in common to hold equal numbers: the model's weights and the layout."""
-    key = repr((fingerprint(path, load_format), tuple(layout)))
+def block_space(path: Path, load_format: str, dtypes: str, layout: KVLayout) -> bytes:
+    """What blocks of equal tokens need in common to hold equal numbers: weights, types of numbers, and layout."""
+    key = repr((fingerprint(path, load_format), dtypes, tuple(layout)))
     return hashlib.blake2b(key.encode(), digest_size=DIGEST_BYTES).digest()
 
 

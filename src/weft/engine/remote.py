@@ -191,20 +191,24 @@ def _start(executor: Executor, message: Message, masks: StepMasks | None) -> Cal
             case WriteBlocks(blocks, data):
                 return executor.write_blocks(blocks, data).result
             case Hello():
-                found: Any = executor.facts
+                return partial(_same, executor.facts)
             case Measure():
-                found = executor.measure()
+                return partial(_same, executor.measure())
             case Allocate(spec):
-                found = executor.allocate(spec)
+                executor.allocate(spec)
             case WarmUp():
-                found = executor.warm_up()
+                executor.warm_up()
             case Fill():
-                found = executor.fill()
-            case _:
-                found = executor.close()
+                executor.fill()
+            case Close():
+                executor.close()
     except Exception as error:
         return partial(_raise, error)
-    return lambda: found
+    return partial(_same, None)
+
+
+def _same(found: Any) -> Any:
+    return found
 
 
 def _raise(error: Exception) -> None:

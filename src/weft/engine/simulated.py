@@ -11,7 +11,7 @@ from weft.engine.executor import Bytes, DeviceMemory, ExecutorFacts, StepInputs,
 from weft.kv.spec import KVLayout, KVSpec
 
 LAYOUT = KVLayout(num_layers=1, block_size=16, num_kv_heads=1, head_dim=1, dtype="float32")
-FACTS = ExecutorFacts("virtual", "virtual", LAYOUT, vocab_size=1 << 16, ahead=True)
+FACTS = ExecutorFacts("virtual", "virtual", LAYOUT, vocab_size=1 << 16, dtypes="none", ahead=True)
 TOKEN = 1  # what every row samples
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from weft.core import StepBatch
 from weft.engine.container import available_memory
-from weft.engine.device import device_name
-from weft.engine.executor import Bytes, DeviceMemory, ExecutorFacts, StepInputs, StepMasks, StepResult
+from weft.engine.device import facts_of
+from weft.engine.executor import Bytes, DeviceMemory, StepInputs, StepMasks, StepResult
 from weft.engine.pooling import Pooler
 from weft.engine.sampling import Sampler
 from weft.kernels.reference import ReferenceAttention
-from weft.kv.pool import KVPool, layout_of
+from weft.kv.pool import KVPool
 from weft.kv.spec import KVSpec
 from weft.models import CausalLM
 
@@ -47,15 +47,8 @@ class TorchExecutor:
         self.model = model
         self.device = device
         self.clock = clock
-        layout = layout_of(
-            num_layers=config.num_layers,
-            block_size=block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=model.dtype,
-        )
-        self.facts = ExecutorFacts(device_name(device), device.type, layout, config.vocab_size, grain=GRAIN)
-        self.kv = KVPool(KVSpec(layout, 0), device)  # until `allocate`
+        self.facts = facts_of(model, device, block_size, grain=GRAIN)
+        self.kv = KVPool(KVSpec(self.facts.layout, 0), device)  # until `allocate`
         self.sampler = Sampler(slots, config.vocab_size, device)
         self.pooler = Pooler()
         self._tables = torch.zeros((slots, -(-max_model_len // block_size)), dtype=torch.int64, device=device)

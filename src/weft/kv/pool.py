@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from weft.kv.spec import KVLayout, KVSpec
+from weft.kv.spec import KVSpec
 
 
 class KVPool:
@@ -49,7 +49,3 @@ class KVPool:
         layers, two, _, *rest = self.data.shape
         found = data.contiguous().view(self.data.dtype).view(len(blocks), layers, two, *rest)
         self.data.index_copy_(2, blocks, found.movedim(0, 2))
-
-
-def layout_of(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVLayout:
-    return KVLayout(num_layers, block_size, num_kv_heads, head_dim, str(dtype).removeprefix("torch."))

@@ -2,25 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.kernels import ops
 from weft.kernels.attention import Attend
 from weft.models.config import ModelConfig
-from weft.models.layers import Attention, RMSNorm, SparseMLP, Stacked, wide
+from weft.models.layers import Attention, RMSNorm, SparseMLP, wide
+from weft.models.linear import Choose, Dtypes, Fill, Linear, choose_method
 from weft.models.rope import Rope
-
-
-class Fill(NamedTuple):
-    """A parameter and its source: the whole checkpoint tensor `name`, or one checkpoint tensor per view in `parts`."""
-
-    name: str
-    target: Tensor
-    parts: dict[str, Tensor]
 
 
 class CausalLM(nn.Module):
@@ -33,23 +25,35 @@ class CausalLM(nn.Module):
         """config.json with the family's defaults, old spellings rewritten, and keys that it does not know removed."""
         return raw
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dtypes: Dtypes, choose: Choose = choose_method) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.dtypes = config, dtypes
         vocab, hidden = config.vocab_size, config.hidden_size
         # From a tensor: the usual constructor draws random values, which on the meta device imports the compiler.
         self.embed_tokens = nn.Embedding(vocab, hidden, _weight=torch.empty(vocab, hidden))
         self.layers = nn.ModuleList(self.build_layer(config, index) for index in range(config.num_layers))
         self._passed = list(self.layers)  # layers of a forward pass: all, except in `abridged`
         self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(hidden, {"lm_head": vocab}, is_tied=config.tie_embeddings)
+        self.to(dtypes.activations)  # before methods create parameters, which have types of their own
+        for path, layer in self._linears():
+            layer.method = choose(_full_name(path), layer, dtypes)
+            if not layer.is_tied:
+                layer.method.create(layer)
 
     def build_layer(self, config: ModelConfig, index: int) -> nn.Module:
         raise NotImplementedError
 
-    def settle(self, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Prepares rotary embeddings for positions up to `max_model_len`. To be called when the weights are loaded."""
-        ropes = {rope: Rope(rope, max_model_len, dtype, device) for rope in self.config.layer_ropes}
+    def settle(self, max_model_len: int, device: torch.device) -> None:
+        """Lets methods finish their layers, and prepares rotary embeddings for positions up to `max_model_len`.
+
+        To be called when the weights are loaded.
+        """
+        if self.lm_head.is_tied:
+            self.lm_head.weight, self.lm_head.bias = self.embed_tokens.weight.detach(), None
+        for _, layer in self._linears():
+            layer.method.finish(layer)
+        ropes = {rope: Rope(rope, max_model_len, self.dtypes.activations, device) for rope in self.config.layer_ropes}
         attentions = [module for module in self.modules() if isinstance(module, Attention)]
         for attention, rope in zip(attentions, self.config.layer_ropes, strict=True):
             attention.settle(ropes[rope])
@@ -83,7 +87,7 @@ class CausalLM(nn.Module):
         config, last = self.config, len(self.layers) - 1
         kinds: dict[object, int] = {}
         for index in range(1, last):
-            parameters = tuple((name, one.shape) for name, one in self.layers[index].named_parameters())
+            parameters = tuple((name, one.shape, one.dtype) for name, one in self.layers[index].named_parameters())
             kinds.setdefault((config.layer_windows[index], config.layer_ropes[index], parameters), index)
         return sorted({0, *kinds.values(), last})
 
@@ -93,23 +97,17 @@ class CausalLM(nn.Module):
 
     def scores(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Same as `logits`, but in `score_dtype`. Written to `out` if given."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
         cap = self.config.logit_softcap
         if cap is None:
-            weight = head.weight
-            return ops.linear(hidden, weight) if out is None else ops.linear_into(out, hidden, weight)
-        capped = torch.tanh(wide(ops.linear(hidden, head.weight)) / cap) * cap
+            return self.lm_head.forward(hidden, out)
+        capped = torch.tanh(wide(self.lm_head.forward(hidden)) / cap) * cap
         return capped if out is None else out.copy_(capped)
 
     @property
     def score_dtype(self) -> torch.dtype:
-        """The model's dtype. With a softcap, which needs more precision, float32 or wider."""
-        wider = torch.promote_types(self.dtype, torch.float32)
-        return self.dtype if self.config.logit_softcap is None else wider
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embed_tokens.weight.dtype
+        """The dtype of activations. With a softcap, which needs more precision, float32 or wider."""
+        dtype = self.dtypes.activations
+        return dtype if self.config.logit_softcap is None else torch.promote_types(dtype, torch.float32)
 
     @property
     def can_be_captured(self) -> bool:
@@ -124,13 +122,26 @@ class CausalLM(nn.Module):
         """Yields every parameter with its name in a Transformers 5 model, and its parts by their checkpoint names."""
         for path, module in self.named_modules():
             leaf = path.rpartition(".")[2]
-            parent = ("" if path == "lm_head" else "model.") + path.removesuffix(leaf)
-            for name, parameter in module.named_parameters(recurse=False):
-                whole = f"{leaf}.{name}"
-                parts = module.parts(name) if isinstance(module, Stacked) else {whole: parameter}
+            parent = _full_name(path).removesuffix(leaf)
+            fills = module.method.fills(module, leaf) if isinstance(module, Linear) else _whole_fills(module, leaf)
+            for name, target, parts in fills:
                 published = {self.published_name(parent + part): view for part, view in parts.items()}
-                yield Fill(parent + whole, parameter, published)
+                yield Fill(parent + name, target, published)
 
     def published_name(self, name: str) -> str:
         """The name of a tensor in checkpoints of this family, given the name of our parameter."""
         return name
+
+    def _linears(self) -> Iterator[tuple[str, Linear]]:
+        return ((path, module) for path, module in self.named_modules() if isinstance(module, Linear))
+
+
+def _full_name(path: str) -> str:
+    """The name of a module in a Transformers 5 model, given its path in ours."""
+    return path if path == "lm_head" else f"model.{path}"
+
+
+def _whole_fills(module: nn.Module, name: str) -> Iterator[Fill]:
+    """The sources of a module that is not a Linear: one tensor for each parameter."""
+    for key, parameter in module.named_parameters(recurse=False):
+        yield Fill(f"{name}.{key}", parameter, {f"{name}.{key}": parameter})

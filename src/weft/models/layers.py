@@ -1,10 +1,8 @@
 """The parts that families are built from: norms, attention, MLPs, experts, and the pre-norm decoder layer.
 
-Everything works on the flat batch of one step, [T, ...]. A token's row reads other rows only through `attend`. A part
-with several checkpoint tensors in one parameter says where each of them goes (`Stacked.parts`).
+Everything works on the flat batch of one step, [T, ...]. A token's row reads other rows only through `attend`.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,8 +13,7 @@ from weft.errors import ModelError
 from weft.kernels import ops
 from weft.kernels.attention import Attend, HeadNorm, Heads, Rotation
 from weft.models.config import ModelConfig, MoeConfig
-
-Activation = Callable[[Tensor], Tensor]
+from weft.models.linear import Activation, Linear
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
@@ -58,41 +55,6 @@ class RMSNorm(nn.Module):
         return HeadNorm(self.forward, self.weight, self.eps)
 
 
-class Stacked(nn.Module):
-    """A module with parameters that each hold several tensors of a published checkpoint."""
-
-    def parts(self, parameter: str) -> dict[str, Tensor]:
-        """Views of a parameter, by their names in the checkpoint relative to this module's parent."""
-        raise NotImplementedError
-
-
-class StackedLinear(Stacked):
-    """Projections of the same input as one matrix: their rows are concatenated."""
-
-    def __init__(self, in_features: int, out_features: dict[str, int], *, bias: bool) -> None:
-        super().__init__()
-        self.out_features = out_features
-        rows = sum(out_features.values())
-        self.weight = nn.Parameter(torch.empty(rows, in_features))
-        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
-
-    def gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up, where the projections are the gate and then the up projection."""
-        return ops.gated_linear(x, self.weight, self.bias, activation)
-
-    def parts(self, parameter: str) -> dict[str, Tensor]:
-        views = torch.split(self.get_parameter(parameter), list(self.out_features.values()))
-        return {f"{name}.{parameter}": view for name, view in zip(self.out_features, views, strict=True)}
-
-
-class Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; `qk_norm` is applied to each head before the rotation."""
 
@@ -109,8 +71,8 @@ class Attention(nn.Module):
         self.index, self.config = index, config
         sizes = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
         sizes = {name: heads * config.head_dim for name, heads in sizes.items()}
-        self.qkv_proj = StackedLinear(config.hidden_size, sizes, bias=qkv_bias)
-        self.o_proj = Linear(sizes["q_proj"], config.hidden_size, bias=output_bias)
+        self.qkv_proj = Linear(config.hidden_size, sizes, bias=qkv_bias)
+        self.o_proj = Linear(sizes["q_proj"], {"o_proj": config.hidden_size}, bias=output_bias)
         self.q_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self._heads: Heads | None = None
@@ -145,23 +107,23 @@ class MLP(nn.Module):
         super().__init__()
         inner = config.intermediate_size
         sizes = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = StackedLinear(config.hidden_size, sizes, bias=config.mlp_bias)
-        self.down_proj = Linear(inner, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj = Linear(config.hidden_size, sizes, bias=config.mlp_bias)
+        self.down_proj = Linear(inner, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
         self.activation = activation(config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj.forward(self.gate_up_proj.gated(x, self.activation))
 
 
-class Experts(Stacked):
-    """The gated MLPs of all experts: gate_up_proj [experts, 2 * inner, hidden], down_proj [experts, hidden, inner]."""
+class Experts(nn.Module):
+    """The gated MLPs of all experts. `names` are the names of gate, up and down in a checkpoint."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, names: tuple[str, str, str]) -> None:
         super().__init__()
-        inner = moe.intermediate_size
-        self.names = names
-        self.gate_up_proj = nn.Parameter(torch.empty(moe.num_experts, 2 * inner, config.hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(moe.num_experts, config.hidden_size, inner))
+        inner, self.number = moe.intermediate_size, moe.num_experts
+        gate, up, down = names
+        self.gate_up_proj = Linear(config.hidden_size, {gate: inner, up: inner}, experts=self.number)
+        self.down_proj = Linear(inner, {down: config.hidden_size}, experts=self.number)
         self.activation = activation(config.activation)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -170,24 +132,16 @@ class Experts(Stacked):
             return x
         order = chosen.flatten().argsort(stable=True)
         # Reading how many rows each expert has is the only host-device synchronisation of a mixture-of-experts layer.
-        counts = chosen.flatten().bincount(minlength=len(self.down_proj)).tolist()
+        counts = chosen.flatten().bincount(minlength=self.number).tolist()
         rows = torch.split(x[order // chosen.shape[1]], counts)
         results = [self._expert(expert, group) for expert, group in enumerate(rows) if len(group)]
         out = x.new_empty(len(order), x.shape[1])
         out[order] = torch.cat(results)
         return (out.view(*chosen.shape, -1) * weights[..., None]).sum(dim=1).to(x.dtype)
 
-    def parts(self, parameter: str) -> dict[str, Tensor]:
-        gate, up, down = self.names
-        views = {}
-        for expert, matrix in enumerate(self.get_parameter(parameter)):
-            halves = {down: matrix} if parameter == "down_proj" else dict(zip((gate, up), matrix.chunk(2), strict=True))
-            views.update({f"experts.{expert}.{name}.weight": view for name, view in halves.items()})
-        return views
-
     def _expert(self, expert: int, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
-        return F.linear(self.activation(gate) * up, self.down_proj[expert])
+        gate, up = self.gate_up_proj.expert(expert, x).chunk(2, dim=-1)
+        return self.down_proj.expert(expert, self.activation(gate) * up)
 
 
 class SparseMLP(nn.Module):
@@ -199,7 +153,7 @@ class SparseMLP(nn.Module):
         super().__init__()
         assert config.moe is not None
         self.moe = config.moe
-        self.gate = nn.Linear(config.hidden_size, self.moe.num_experts, bias=False)
+        self.gate = Linear(config.hidden_size, {"gate": self.moe.num_experts}, is_router=True)
         self.experts = Experts(config, self.moe, names)
 
     def forward(self, x: Tensor) -> Tensor:

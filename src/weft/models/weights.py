@@ -14,6 +14,7 @@ from weft.files import read_json
 from weft.models.base import CausalLM
 from weft.models.config import ModelConfig
 from weft.models.layers import RMSNorm
+from weft.models.linear import Choose, Dtypes, choose_method
 from weft.models.registry import ARCHITECTURES
 
 PIECE = 1 << 26  # numbers drawn at a time
@@ -24,18 +25,20 @@ def load_model(
     path: Path | str,
     config: ModelConfig,
     *,
-    dtype: torch.dtype,
+    dtypes: Dtypes,
     device: torch.device,
     max_model_len: int,
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
+    choose: Choose = choose_method,
 ) -> CausalLM:
     """The model of a directory, ready for inference. "dummy" draws random weights and reads no weight files.
 
-    `max_model_len` selects the frequencies of ropes that have several (see rope.py).
+    `max_model_len` selects the frequencies of ropes that have several (see rope.py). `choose` selects the method of
+    each linear layer.
     """
     with torch.device("meta"):  # names and shapes only: mismatches are found before memory is allocated
-        model = ARCHITECTURES[config.architecture](config).requires_grad_(False).eval().to(dtype)
+        model = ARCHITECTURES[config.architecture](config, dtypes, choose).requires_grad_(False).eval()
     if load_format == "dummy":
         _allocate(model, device)
         _draw(model, seed)
@@ -45,7 +48,7 @@ def load_model(
         _allocate(model, device)
         for name, target in _sources(model, checkpoint):
             target.copy_(checkpoint.tensor(name))
-    model.settle(max_model_len, dtype, device)
+    model.settle(max_model_len, device)
     return model
 
 
@@ -74,7 +77,7 @@ class Checkpoint:
         return tensor
 
     def check(self, model: CausalLM) -> None:
-        """Checks that every tensor of the model exists, with the right shape and a floating-point type."""
+        """Checks that every tensor of the model exists, with the right shape and kind of numbers."""
         for name, target in _sources(model, self):
             file = self._files[name]
             try:
@@ -88,10 +91,9 @@ class Checkpoint:
                 raise ModelError(
                     f"{file}: tensor {name} has shape {found.get_shape()}, but config.json asks for {expected}"
                 )
-            if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                raise ModelError(
-                    f"{file}: tensor {name} is {found.get_dtype()}; only floating-point weights are supported"
-                )
+            if (found.get_dtype() in ("F64", "F32", "F16", "BF16")) != target.is_floating_point():
+                kind = "floating-point weights" if target.is_floating_point() else "integers"
+                raise ModelError(f"{file}: tensor {name} is {found.get_dtype()}; only {kind} are supported")
 
     def _has_index(self) -> bool:
         # A single file wins over an index next to it, as in Transformers.
