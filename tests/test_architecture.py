@@ -13,7 +13,7 @@ ROOT = Path(weft.__file__).parent
 ALLOWED = {
     "core": set(),
     "text": set(),
-    "sim": {"core"},
+    "sim": {"core", "engine"},
     "kv": set(),
     "kernels": {"kv"},
     "models": {"kernels"},

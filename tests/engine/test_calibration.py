@@ -83,6 +83,9 @@ class Device(SimulatedExecutor):
         self.written = np.zeros(limits["num_blocks"] * size, np.bool_)
         self.shapes: list[StepShape] = []
 
+    def fill(self) -> None:
+        self.written[:] = True
+
     def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> Any:
         assert self.in_flight < 2
         self.in_flight += 1
@@ -163,6 +166,7 @@ class PreparedAhead(SimulatedExecutor):
     def __init__(self, device: Device, **facts: int) -> None:
         super().__init__(VirtualClock(), facts=FACTS._replace(ahead=True, **facts))  # type: ignore[arg-type]
         self.device = device
+        self.fill = self.device.fill
         self.in_flight = 0
         self.waits = 0  # steps for which the device waited
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine import build
+from weft.engine import container
 from weft.engine.container import container_rooms
 
 
@@ -45,5 +45,5 @@ def test_without_groups_nothing_is_limited(tmp_path: Path) -> None:
 
 
 def test_the_cache_is_sized_by_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "container_rooms", lambda: [300 << 20])
-    assert build._available_memory() == 300 << 20
+    monkeypatch.setattr(container, "container_rooms", lambda: [300 << 20])
+    assert container.available_memory() == 300 << 20

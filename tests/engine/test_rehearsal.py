@@ -9,8 +9,7 @@ from weft.engine.rehearsal import ACTS, BURSTS, LONE, rehearse
 
 def test_steps_of_a_rehearsal_are_those_of_service() -> None:
     device = PreparedAhead(Device(FAST, LIMITS))
-    limits = {name: value for name, value in LIMITS.items() if name != "slots"}
-    found = rehearse(device, **limits, wave=0, speed=40_000.0, acts=ACTS, seconds=5.0)
+    found = rehearse(device, **LIMITS, speed=40_000.0, acts=ACTS, seconds=5.0)
     assert device.in_flight == 0
     assert 5.0 <= device.device.now - 100 < 5.5
     for shape, seconds, _ in found:
@@ -23,16 +22,14 @@ def test_steps_of_a_rehearsal_are_those_of_service() -> None:
 
 
 def test_a_lone_stream_is_rehearsed_where_asked_for() -> None:
-    limits = {name: value for name, value in LIMITS.items() if name != "slots"}
-    found = rehearse(Device(FAST, LIMITS), **limits, wave=0, speed=40_000.0, acts=(LONE, *ACTS), seconds=5.0)
+    found = rehearse(Device(FAST, LIMITS), **LIMITS, speed=40_000.0, acts=(LONE, *ACTS), seconds=5.0)
     lone = [shape for shape, *_ in found if shape.decodes + shape.slices == 1]
     assert sum(shape.slices for shape in lone) > 3
     assert sum(shape.decodes for shape in lone) > 30
 
 
 def test_in_bursts_steps_with_and_without_prompts_follow_each_other_for_long() -> None:
-    limits = {name: value for name, value in LIMITS.items() if name != "slots"}
-    found = rehearse(Device(FAST, LIMITS), **limits, wave=0, speed=40_000.0, acts=BURSTS, seconds=4.0)
+    found = rehearse(Device(FAST, LIMITS), **LIMITS, speed=40_000.0, acts=BURSTS, seconds=4.0)
     heat, coolest, hottest = Heat(FAST), 1.0, 0.0
     for shape, seconds, idle in found:
         heat.rest(idle)
@@ -44,9 +41,8 @@ def test_in_bursts_steps_with_and_without_prompts_follow_each_other_for_long() -
 
 
 def test_small_engines_are_rehearsed_within_their_limits() -> None:
-    limits = LIMITS | {"max_num_seqs": 4, "slots": 8, "num_blocks": 64, "max_model_len": 128}
+    limits = LIMITS | {"max_num_seqs": 4, "num_blocks": 64, "max_model_len": 128}
     device = PreparedAhead(Device(FAST, limits))
-    given = {name: value for name, value in limits.items() if name != "slots"}
-    found = rehearse(device, **given, wave=0, speed=100.0, acts=ACTS, seconds=0.5)
+    found = rehearse(device, **limits, speed=100.0, acts=ACTS, seconds=0.5)
     assert found
     assert device.in_flight == 0

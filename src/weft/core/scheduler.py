@@ -490,6 +490,7 @@ class Scheduler:
             if request.state is State.WAITING:  # preempted while this step was in flight
                 self.queue.remove(request)
                 request.known -= int(missing[row])
+                request.held = False
                 request.packed = self._left_of(request).pack()
                 self.queue.add(request)
         if self.in_flight:

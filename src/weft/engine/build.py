@@ -125,15 +125,18 @@ def _executor(options: EngineOptions, path: Path, config: "ModelConfig", longest
 def _prepare(options: EngineOptions, executor: Executor, longest: int, done: Callable[[str], None]) -> int:
     """Takes an executor to its first step. Returns the number of blocks of its KV cache."""
     facts = executor.facts
+    is_gpu = facts.device_type == "cuda"
     memory = executor.measure()
-    done("largest step")
-    num_blocks = _num_blocks(facts, _kv_memory(options, facts, memory))
+    if is_gpu:
+        done("largest steps")
+    num_blocks = _num_blocks(facts, _kv_memory(options, facts.device_type, memory))
     _fit_context(options, longest, num_blocks)
     executor.allocate(KVSpec(facts.layout, num_blocks))
     done("KV cache")
     with work_progress("capturing graphs", 1000, sys.stderr.isatty()) as advance:
         executor.warm_up(lambda ready, of: advance(1000 * ready // of))
-    done("warm-up")
+    if is_gpu:
+        done("graphs")
     return num_blocks
 
 
@@ -235,10 +238,10 @@ def _device(name: str) -> "torch.device":
     return device
 
 
-def _kv_memory(options: EngineOptions, facts: ExecutorFacts, memory: DeviceMemory) -> int:
+def _kv_memory(options: EngineOptions, device_type: str, memory: DeviceMemory) -> int:
     """Bytes for the KV cache. On a GPU: the configured share or number. On a CPU, other programs need memory too."""
     wanted = options.kv_cache_memory_bytes
-    if facts.device_type == "cpu":
+    if device_type == "cpu":
         return wanted or min(memory.free // 4, 8 << 30)
     total, free, later = memory
     most = max(0, free - later)

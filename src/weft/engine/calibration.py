@@ -148,8 +148,6 @@ def calibrate(
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
-        vocab_size=facts.vocab_size,
-        wave=facts.wave,
         speed=survey.prefill_speed(),
     )
     if not facts.ahead:

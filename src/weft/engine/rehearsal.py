@@ -61,8 +61,6 @@ def rehearse(
     block_size: int,
     max_model_len: int,
     max_num_batched_tokens: int,
-    vocab_size: int,
-    wave: int,
     speed: float,
     acts: Sequence[Act],
     seconds: float,
@@ -85,14 +83,14 @@ def rehearse(
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             enable_prefix_caching=False,
-            wave=wave,
+            wave=executor.facts.wave,
         )
         loop = Loop(scheduler, executor, on_record=records.append)
         opened = 0
         while not records or records[-1].finished - records[0].started < seconds / len(acts):
             is_low = act.low is None or len(loop.streams) <= act.low
             while is_low and len(loop.streams) < act.streams:
-                loop.add(_stream(opened, act, max_model_len, vocab_size, random))
+                loop.add(_stream(opened, act, max_model_len, executor.facts.vocab_size, random))
                 opened += 1
             loop.step()
         for stream in list(loop.streams.values()):

@@ -1,0 +1,119 @@
+"""Blocks whose contents leave before they are reused, and blocks whose contents are on their way in."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.test_scheduler import prompt
+from tests.toy import advance, solo, toy_loop, toy_stream
+from weft.core.prefix import NamedBlocks
+from weft.engine.hashing import prompt_hashes, root_hash
+from weft.engine.loop import Loop
+
+BLOCK = 4
+ACTIONS = ("ask", "expect", "arrive", "fail", "step")
+
+
+def run(loop: Loop) -> None:
+    while loop.has_work:
+        loop.step()
+        loop.scheduler.check_integrity()
+
+
+def states_of(tokens: Sequence[int]) -> dict[bytes, list[int]]:
+    """What the toy model stores in each full block of these tokens, by the name of the block."""
+    states, state = [], 0
+    for token in tokens:
+        state = advance(state, token)
+        states.append(state)
+    names = prompt_hashes(root_hash(), np.array(tokens, np.int32), BLOCK)
+    return {name: states[index * BLOCK : (index + 1) * BLOCK] for index, name in enumerate(names)}
+
+
+def test_what_a_block_holds_can_be_copied_before_it_is_reused() -> None:
+    copies: list[tuple[Any, Any]] = []  # names, and the copies that were submitted
+
+    def copy(lost: NamedBlocks) -> None:
+        copies.append((lost.names, loop.executor.read_blocks(lost.blocks)))
+
+    loop = toy_loop(num_blocks=12, block_size=BLOCK)
+    loop.scheduler.before_reuse = copy
+    loop.scheduler.reset()
+    known: dict[bytes, list[int]] = {}
+    for number in range(12):
+        tokens = prompt(number, 17 + number)
+        loop.add(toy_stream(f"r{number}", tokens, 6))
+        known |= states_of([*tokens, *solo(tokens, 6)])
+        run(loop)
+    found = 0
+    for names, pending in copies:
+        for name, data in zip(names, pending.result(), strict=True):
+            assert data.view(np.int64).tolist() == known[name]
+            found += 1
+    assert found > 20
+
+
+def test_blocks_on_their_way_in_are_nobody_elses_until_they_arrive() -> None:
+    loop = toy_loop(num_blocks=16, block_size=BLOCK)
+    scheduler, tokens = loop.scheduler, prompt(3, 20)
+    content = states_of(tokens)
+    names = list(content)
+    expected = scheduler.expect_blocks(names)
+    assert expected is not None
+    before = toy_stream("before", tokens, 5)
+    loop.add(before)
+    run(loop)
+    assert before.request.cached_tokens == 0, "its contents are not there yet"
+    loop.scheduler.clear_cache()
+    data = np.array([content[name] for name in names]).view(np.uint8)
+    loop.executor.write_blocks(expected.blocks, data).result()
+    assert scheduler.end_transfer(expected, arrived=True)
+    after = toy_stream("after", tokens, 5)
+    loop.add(after)
+    run(loop)
+    assert after.request.cached_tokens == 16, "all but the block with its last token"
+    assert after.output == before.output == solo(tokens, 5)
+
+
+def test_a_transfer_that_fails_gives_its_blocks_back() -> None:
+    scheduler = toy_loop(num_blocks=8, block_size=BLOCK).scheduler
+    expected = scheduler.expect_blocks([b"a", b"b", b"c"])
+    assert expected is not None
+    assert scheduler.pool.num_free == 5
+    assert scheduler.expect_blocks([bytes([n]) for n in range(6)]) is None, "more than is free"
+    assert scheduler.end_transfer(expected, arrived=False)
+    assert not scheduler.end_transfer(expected, arrived=True), "it has ended"
+    assert scheduler.pool.num_free == 8
+    assert not scheduler.cache.match([b"a"], 0, 1)
+    scheduler.check_integrity()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 5)), max_size=40))
+def test_transfers_beside_requests_lose_no_block_and_change_no_token(script: list[tuple[str, int]]) -> None:
+    loop = toy_loop(num_blocks=20, block_size=BLOCK)
+    scheduler, streams, expected = loop.scheduler, [], []
+    for turn, (action, number) in enumerate(script):
+        tokens = prompt(number, 14)
+        if action == "ask":
+            streams.append(toy_stream(f"r{turn}", tokens, 5))
+            loop.add(streams[-1])
+        elif action == "expect" and (found := scheduler.expect_blocks(list(states_of(tokens)))) is not None:
+            expected.append((found, states_of(tokens)))
+        elif action in ("arrive", "fail") and expected:
+            blocks, content = expected.pop(number % len(expected))
+            if action == "arrive":
+                data = np.array([content[name] for name in blocks.names]).view(np.uint8)
+                loop.executor.write_blocks(blocks.blocks, data).result()
+            assert scheduler.end_transfer(blocks, arrived=action == "arrive")
+        loop.step()
+        scheduler.check_integrity()
+    for blocks, _ in expected:
+        scheduler.end_transfer(blocks, arrived=False)
+    run(loop)
+    for stream in streams:
+        assert stream.output == solo(stream.prompt.tolist(), 5)
+    assert scheduler.pool.num_free == 20

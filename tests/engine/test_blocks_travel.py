@@ -1,0 +1,124 @@
+"""KV blocks are read and written by id, and their names mean the same in another process: a prefix moves between two
+engines with a real model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.tiny import tiny_directory
+from weft import LLM, SamplingParams
+from weft.engine.executor import Bytes
+from weft.engine.hashing import block_space, prompt_hashes, root_hash
+
+PROMPT = list(range(2, 60))
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def llm_of(path: Path, **options: Any) -> LLM:
+    given = {"dtype": "float64", "block_size": 8, "kv_cache_memory_bytes": 1 << 20, **options}
+    return LLM(path, load_format="dummy", max_num_seqs=4, **given)
+
+
+def names_of(llm: LLM, prompt: list[int], salt: str = "") -> list[bytes]:
+    root = root_hash(salt, llm.engine.block_space)
+    return prompt_hashes(root, np.array(prompt, np.int32), llm.engine.loop.scheduler.block_size)
+
+
+def test_a_prefix_computed_by_one_engine_is_used_by_another(tmp_path: Path) -> None:
+    path = tiny_directory(tmp_path)
+    with llm_of(path) as one, llm_of(path) as other:
+        expected = one.generate([PROMPT], GREEDY, progress=False)[0].token_ids
+        names = names_of(one, PROMPT)
+        assert names == names_of(other, PROMPT)
+        blocks = one.engine.loop.scheduler.cache.match(names, 0, len(names))
+        assert len(blocks) == len(names) == len(PROMPT) // 8
+        data = one.engine.loop.executor.read_blocks(blocks).result()
+        assert data.shape == (len(blocks), one.engine.loop.executor.facts.layout.block_bytes)
+
+        scheduler = other.engine.loop.scheduler
+        expected_blocks = scheduler.expect_blocks(names)
+        assert expected_blocks is not None
+        other.engine.loop.executor.write_blocks(expected_blocks.blocks, data).result()
+        assert not scheduler.cache.match(names, 0, len(names)), "not before they have arrived"
+        assert scheduler.end_transfer(expected_blocks, arrived=True)
+        scheduler.check_integrity()
+        loop, (stream,) = other.engine.loop, other.engine.open_streams(PROMPT, GREEDY)
+        loop.add(stream)
+        while loop.has_work:
+            loop.step()
+        assert stream.output == expected
+        assert stream.request.cached_tokens == len(names) * 8
+
+
+def test_the_bytes_of_a_block_do_not_depend_on_where_it_lies(tmp_path: Path) -> None:
+    with llm_of(tiny_directory(tmp_path)) as llm:
+        executor = llm.engine.loop.executor
+        layout = executor.facts.layout
+        random = np.random.default_rng(0)
+        data: Bytes = random.integers(256, size=(3, layout.block_bytes), dtype=np.uint8)
+        executor.write_blocks([5, 0, 9], data).result()
+        np.testing.assert_array_equal(executor.read_blocks([0, 9, 5]).result(), data[[1, 2, 0]])
+        kv: Any = executor
+        shape = (layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        inner = data[0].view(np.float64).reshape(shape)
+        np.testing.assert_array_equal(kv.kv.k[1][5].numpy(), inner[1, 0])
+        np.testing.assert_array_equal(kv.kv.v[0][5].numpy(), inner[0, 1])
+
+
+def test_names_depend_on_all_that_changes_the_numbers(tmp_path: Path) -> None:
+    path, other = tiny_directory(tmp_path / "a"), tiny_directory(tmp_path / "b", rope_theta=77.0)
+    with llm_of(path) as llm:
+        own = names_of(llm, PROMPT)
+        assert own != names_of(llm, PROMPT, salt="salt")
+        options: list[dict[str, Any]] = [{"dtype": "float32"}, {"block_size": 16}]
+        for changed in options:
+            with llm_of(path, **changed) as another:
+                assert not set(own) & set(names_of(another, PROMPT))
+        with llm_of(other) as another:
+            assert not set(own) & set(names_of(another, PROMPT))
+
+
+def test_other_weights_of_the_same_shape_have_other_names(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    spaces = []
+    layout = None
+    for seed in (0, 0, 1):
+        folder = tiny_directory(tmp_path / f"{len(spaces)}")
+        torch.manual_seed(seed)
+        save_file({"w": torch.randn(300, 300)}, folder / "model.safetensors")
+        with llm_of(folder) as llm:
+            layout = layout or llm.engine.loop.executor.facts.layout
+        spaces.append(block_space(folder, "auto", "float64", layout))
+    assert spaces[0] == spaces[1] != spaces[2]
+
+
+def test_names_are_the_same_in_another_process(tmp_path: Path) -> None:
+    path = tiny_directory(tmp_path)
+    with llm_of(path) as llm:
+        own = [name.hex() for name in names_of(llm, PROMPT)]
+    code = (
+        "import json, sys; from pathlib import Path; from tests.engine.test_blocks_travel import *\n"
+        "with llm_of(Path(sys.argv[1])) as llm: print(json.dumps([n.hex() for n in names_of(llm, PROMPT)]))"
+    )
+    found = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout.splitlines()[-1]) == own
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_transfer_that_ends_after_a_reset_changes_nothing(tmp_path: Path, arrived: bool) -> None:
+    with llm_of(tiny_directory(tmp_path)) as llm:
+        scheduler = llm.engine.loop.scheduler
+        expected = scheduler.expect_blocks([b"a", b"b"])
+        assert expected is not None
+        scheduler.reset()
+        assert not scheduler.end_transfer(expected, arrived=arrived)
+        scheduler.check_integrity()
+        assert scheduler.pool.num_free == scheduler.pool.num_blocks
