@@ -22,7 +22,7 @@ from weft.observe.tracing import RequestSpan, Tracer
 from weft.serve.anthropic import MessagesBody, message
 from weft.serve.background import Work
 from weft.serve.calls import Caller, Desk, new_request_id
-from weft.serve.client import EngineClient, clock
+from weft.serve.client import EngineClient
 from weft.serve.embeddings import EmbeddedBody, EmbeddingsBody, RerankBody, ScoreBody
 from weft.serve.errors import ApiError, of_json, of_request
 from weft.serve.fields import ChatBody, CompletionBody, wanted
@@ -31,7 +31,7 @@ from weft.serve.infer import Call, Gone, Presence, Watcher, finite, respond
 from weft.serve.known import HEADER as IGNORED_HEADER
 from weft.serve.known import NAMES, ignored, told
 from weft.serve.log import Sparing, Unknown
-from weft.serve.messages import Facts
+from weft.serve.messages import Facts, clock
 from weft.serve.openapi import description
 from weft.serve.parsing import QUICK, parse_all
 from weft.serve.responses import ResponsesBody

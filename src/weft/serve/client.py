@@ -4,35 +4,30 @@ import asyncio
 import contextlib
 import itertools
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from weft.engine.engine import Wishes
-from weft.engine.executor import TokenLogprobs
-from weft.engine.params import SamplingParams
 from weft.errors import QueueFullError, RequestError
 from weft.observe.metrics import EngineStep
 from weft.serve.folder import EngineFolder, sweep
+from weft.serve.jobs import Job, Prompt, Update
 from weft.serve.messages import (
     Abort,
-    Begin,
-    End,
     Facts,
     Fatal,
     News,
     Orders,
-    PromptLogprobs,
     Ready,
     Rejected,
     ResetCache,
     Submit,
+    clock,
     decode_for_api,
     encode,
 )
@@ -42,49 +37,6 @@ MOST_DEATHS = 5  # of the engine process within DEATHS_WITHIN; after one more it
 DEATHS_WITHIN = 300.0  # seconds
 DIED = "the engine process died"
 PATIENCE = 5.0  # seconds that the engine process has to exit after it was told to
-clock = time.perf_counter  # the clock of the engine loop; all processes of a machine share it
-
-
-class Update(NamedTuple):
-    """One result or event of one stream of a job."""
-
-    place: int  # index of the stream in the job
-    token: int | None
-    end: End | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    rejected: Rejected | None = None  # the engine rejected the prompt; it has no streams
-    lost: str | None = None  # why the job ends: the engine died, the client disconnected, or the server shuts down
-    at: float = 0.0  # seconds on `clock`: when the message arrived here; the HTTP client may read it later
-    embedding: bytes | None = None  # float32; set with `end` for a pooling request
-
-
-class Job:
-    """The streams of one HTTP request, and a queue of their updates in order of arrival."""
-
-    def __init__(self) -> None:
-        self.keys: list[int] = []
-        self.open: set[int] = set()  # keys of streams that have not ended
-        self.begins: dict[int, Begin] = {}  # by place, for streams that have their first token
-        self._pending: deque[Update] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, update: Update) -> None:
-        self._pending.append(update)
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def news(self) -> deque[Update]:
-        """Returns all updates since the last call. Waits until there is at least one."""
-        if not self._pending:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        pending, self._pending = self._pending, deque()
-        return pending
 
 
 @dataclass(slots=True)
@@ -96,13 +48,6 @@ class Load:
     queued_tokens: int = 0
     free_blocks: int = 0
     sent: int = 0  # streams that were sent, but that the engine had not read as of its last report
-
-
-class Prompt(NamedTuple):
-    tokens: bytes  # int32
-    params: SamplingParams
-    wishes: Wishes
-    salt: str
 
 
 @dataclass
@@ -192,8 +137,7 @@ class EngineClient:
             except (OverflowError, TypeError, ValueError) as error:  # a number in a schema that needs over 64 bits
                 raise RequestError(f"the request cannot be passed on: {error}") from None
         if self._socket is None or self.facts is None:  # the engine died while the request was read
-            job.put(Update(0, None, lost=DIED))
-            return job
+            return Job.lost(DIED)
         self._sent += len(job.keys)
         self._routes.update((key, (job, index)) for index, key in enumerate(job.keys))
         job.open.update(job.keys)

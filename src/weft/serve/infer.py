@@ -13,10 +13,11 @@ from weft.core import Promise
 from weft.errors import RequestError
 from weft.observe.metrics import RequestDone, ServerMetrics
 from weft.serve.choices import Choice
-from weft.serve.client import EngineClient, Job, Prompt, Update, clock
+from weft.serve.client import EngineClient
 from weft.serve.errors import ApiError, of_request
 from weft.serve.formats import Format, Json, to_json
-from weft.serve.messages import End
+from weft.serve.jobs import Job, Prompt, Update
+from weft.serve.messages import End, clock
 
 T = TypeVar("T")
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]

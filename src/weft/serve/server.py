@@ -27,11 +27,11 @@ from weft.observe.tracing import Tracer
 from weft.serve.app import Server
 from weft.serve.calls import Desk
 from weft.serve.checker import Checker
-from weft.serve.client import EngineClient, Listener, clock
+from weft.serve.client import EngineClient, Listener
 from weft.serve.connection import Connection
 from weft.serve.gate import Bodies, Limits
 from weft.serve.infer import SHUT_DOWN
-from weft.serve.messages import Facts
+from weft.serve.messages import Facts, clock
 from weft.serve.settings import ServeOptions
 from weft.serve.texts import Texts
 from weft.serve.trial import Finding, Trial

@@ -7,10 +7,10 @@ from starlette.types import Receive, Scope, Send
 from weft.errors import RequestError
 from weft.serve.anthropic import CountTokensBody, count_tokens
 from weft.serve.calls import Caller, new_request_id
-from weft.serve.client import clock
 from weft.serve.errors import of_request
 from weft.serve.fields import ChatBody, DetokenizeBody, TokenizeBody, Wanted
 from weft.serve.gate import answer, request_ids
+from weft.serve.messages import clock
 from weft.serve.responses import ResponsesBody
 from weft.text.tokenizer import Tokenizer
 
