@@ -65,10 +65,15 @@ class RunningServer:
                 return float(line.split()[-1])
         raise KeyError(name)
 
+    def of_engine(self, name: str, engine: str = "0") -> float:
+        """One value of /metrics that belongs to an engine."""
+        return self.metric(f'{name}{{engine="{engine}"}}')
+
     def wait_until_idle(self, seconds: float = 30) -> None:
         """Until nothing runs or waits and all blocks are free."""
-        eventually(lambda: self.metric("weft_requests_running") == self.metric("weft_requests_waiting") == 0, seconds)
-        eventually(lambda: self.metric("weft_kv_blocks_free") == self.metric("weft_kv_blocks"), seconds)
+        streams = ("weft_requests_running", "weft_requests_waiting")
+        eventually(lambda: all(self.of_engine(name) == 0 for name in streams), seconds)
+        eventually(lambda: self.of_engine("weft_kv_blocks_free") == self.of_engine("weft_kv_blocks"), seconds)
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
         self.process.send_signal(number)

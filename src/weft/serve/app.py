@@ -17,7 +17,8 @@ from weft import __version__
 from weft.engine.collector import Collector
 from weft.engine.options import EngineOptions
 from weft.errors import RequestError
-from weft.observe.metrics import CONTENT_TYPE, RequestDone, ServerMetrics
+from weft.observe.engine_metrics import RequestDone
+from weft.observe.metrics import CONTENT_TYPE, ServerMetrics
 from weft.observe.tracing import RequestSpan, Tracer
 from weft.serve.anthropic import MessagesBody, message
 from weft.serve.background import Work
@@ -238,7 +239,7 @@ class Server:
                         self.quiet.set()
 
     async def _respond(self, call: Call, body: Any, scope: Scope, there: Watcher, send: Send) -> None:
-        exchange = await respond(call, self.client, self.metrics, there, send)
+        exchange = await respond(call, self.client, self.metrics.engines["0"], there, send)
         self._trace(exchange.done, call, body, scope)
 
     async def _read(
@@ -383,7 +384,8 @@ class Server:
         await answer(send, 200, {"version": __version__})
 
     async def render_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        data = self.metrics.render()
+        is_ready = self.client.facts is not None and not self.client.is_silent
+        data = self.metrics.render(ready=("0",) if is_ready else ())
         headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", b"%d" % len(data))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": data})

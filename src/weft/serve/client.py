@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from weft.errors import QueueFullError, RequestError
-from weft.observe.metrics import EngineStep
+from weft.observe.engine_metrics import EngineStep
 from weft.serve.folder import EngineFolder, sweep
 from weft.serve.jobs import Job, Prompt, Update
 from weft.serve.messages import (

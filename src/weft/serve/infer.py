@@ -11,7 +11,7 @@ from starlette.types import Receive, Send
 
 from weft.core import Promise
 from weft.errors import RequestError
-from weft.observe.metrics import RequestDone, ServerMetrics
+from weft.observe.engine_metrics import EngineMetrics, RequestDone
 from weft.serve.choices import Choice
 from weft.serve.client import EngineClient
 from weft.serve.errors import ApiError, of_request
@@ -55,7 +55,7 @@ class Gone(Exception):
 class Times:
     """Token times of one request, in seconds; updates the latency metrics."""
 
-    def __init__(self, call: Call, metrics: ServerMetrics) -> None:
+    def __init__(self, call: Call, metrics: EngineMetrics) -> None:
         self.call, self.metrics = call, metrics
         self.first: float | None = None
         self.largest_gap = 0.0
@@ -125,7 +125,7 @@ class Presence:
             self._job.put(Update(0, None, lost=GONE))
 
 
-async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, there: Watcher, send: Send) -> "Exchange":
+async def respond(call: Call, client: EngineClient, metrics: EngineMetrics, there: Watcher, send: Send) -> "Exchange":
     """Runs a call to its end and returns its Exchange. Always aborts streams that are still open."""
     client.check_queue(sum(prompt.params.n for prompt in call.prompts))
     job = client.submit(call.prompts, call.arrival)
@@ -151,7 +151,7 @@ async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, ther
 class Exchange:
     """One call and its job, from submission to the last frame."""
 
-    def __init__(self, call: Call, client: EngineClient, job: Job, metrics: ServerMetrics) -> None:
+    def __init__(self, call: Call, client: EngineClient, job: Job, metrics: EngineMetrics) -> None:
         self.call, self.client, self.job = call, client, job
         self.times = Times(call, metrics)
         self.metrics = metrics

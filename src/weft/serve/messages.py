@@ -14,7 +14,7 @@ from weft.core import Source, Targets
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
-from weft.observe.metrics import EngineStep
+from weft.observe.engine_metrics import EngineStep
 
 clock = time.perf_counter  # the clock of the engine loop; all processes of a machine share it
 

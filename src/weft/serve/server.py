@@ -22,7 +22,8 @@ from weft.engine.options import EngineOptions
 from weft.engine.pooling import pooling_of
 from weft.errors import ModelError, OptionError
 from weft.llm import recommended_params, resolve_model_path
-from weft.observe.metrics import EngineStep, ServerMetrics
+from weft.observe.engine_metrics import EngineStep
+from weft.observe.metrics import ServerMetrics
 from weft.observe.tracing import Tracer
 from weft.serve.app import Server
 from weft.serve.calls import Desk
@@ -102,8 +103,10 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
     )
     eos = texts.tokenizer.eos_token_id if texts.tokenizer is not None else None
 
+    engine = metrics.engines["0"]
+
     def on_step(step: EngineStep) -> None:
-        metrics.step(step)
+        engine.step(step)
         if step.starved and metrics.starved_steps == STARVED_STEPS:
             _say(STARVED)
 
@@ -113,8 +116,8 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
         asdict(engine_options),
         Listener(
             on_step=on_step,
-            on_ready=lambda facts: metrics.engine_started(facts.block_size, facts.num_blocks),
-            on_death=metrics.engine_lost,
+            on_ready=lambda facts: engine.ready(facts.block_size, facts.num_blocks),
+            on_death=engine.lost,
         ),
         options.record_steps,
     )

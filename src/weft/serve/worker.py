@@ -29,7 +29,7 @@ from weft.engine.options import EngineOptions
 from weft.engine.profile import profile_of
 from weft.engine.stream import Stream
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
-from weft.observe.metrics import EngineStep
+from weft.observe.engine_metrics import EngineStep
 from weft.observe.steps import StepLog
 from weft.serve.log import Sparing
 from weft.serve.messages import (

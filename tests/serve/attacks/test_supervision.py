@@ -34,7 +34,7 @@ def test_a_stopped_engine_is_told_and_replaced() -> None:
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        eventually(lambda: server.metric("weft_requests_running") > 0, 10)
+        eventually(lambda: server.of_engine("weft_requests_running") > 0, 10)
         os.kill(first, signal.SIGSTOP)
         eventually(lambda: server.http.get("/health").status_code == 503, 20)
         assert server.http.get("/ready").status_code == 503
