@@ -16,9 +16,11 @@ import httpx
 class RunningServer:
     """`weft serve` in a process of its own. Its log is kept, and shown where it does not come up."""
 
+    command: tuple[str, ...] = ("-m", "weft", "serve", "--port", "0")
+
     def __init__(self, *arguments: str, **environment: str) -> None:
         own = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        command = [sys.executable, "-m", "weft", "serve", "--port", "0", *arguments]
+        command = [sys.executable, *self.command, *arguments]
         self.process = subprocess.Popen(
             command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
