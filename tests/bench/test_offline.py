@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.tiny import tiny_directory
-from weft.bench.offline import WORKLOADS, Job, measure, uniform256
+from weft.bench.offline import WORKLOADS, OfflineRequest, measure, uniform256
 from weft.bench.shapes import closing_engine
 from weft.cli import main
 from weft.engine.options import EngineOptions
@@ -16,19 +16,24 @@ OPTIONS = EngineOptions(load_format="dummy", device="cpu", kv_cache_memory_bytes
 
 
 def test_uniform256_is_the_yardstick_of_nano_vllm() -> None:
-    jobs = uniform256()
-    assert len(jobs) == 256
-    assert sum(job.max_tokens for job in jobs) == 133_966
-    assert sum(len(job.prompt) for job in jobs) == 142_827
-    assert all(100 <= len(job.prompt) <= 1024 and 100 <= job.max_tokens <= 1024 for job in jobs)
-    assert 0 <= min(min(job.prompt) for job in jobs) <= max(max(job.prompt) for job in jobs) <= 10_000
+    requests = uniform256()
+    assert len(requests) == 256
+    assert sum(request.max_tokens for request in requests) == 133_966
+    assert sum(len(request.prompt) for request in requests) == 142_827
+    assert all(100 <= len(request.prompt) <= 1024 and 100 <= request.max_tokens <= 1024 for request in requests)
+    assert (
+        0
+        <= min(min(request.prompt) for request in requests)
+        <= max(max(request.prompt) for request in requests)
+        <= 10_000
+    )
 
 
 def test_all_tokens_are_sampled_and_counted(tmp_path: Path) -> None:
     seen: list[int] = []
     with closing_engine(OPTIONS, tiny_directory(tmp_path)) as engine:
         listener = engine.loop.on_record
-        result = measure(engine, [Job([5000] * 20, 7), Job([1] * 90, 38)], seen.append)
+        result = measure(engine, [OfflineRequest([5000] * 20, 7), OfflineRequest([1] * 90, 38)], seen.append)
         assert engine.loop.on_record is listener
     assert (result.prompts, result.input_tokens, result.output_tokens) == (2, 110, 45)
     assert seen == sorted(seen)
@@ -40,14 +45,18 @@ def test_all_tokens_are_sampled_and_counted(tmp_path: Path) -> None:
 def test_a_context_that_is_too_short_is_refused(tmp_path: Path) -> None:
     with closing_engine(OPTIONS, tiny_directory(tmp_path)) as engine:
         with pytest.raises(OptionError, match=r"needs a context of 129 tokens, but the engine's is 128"):
-            measure(engine, [Job([1] * 100, 29)])
+            measure(engine, [OfflineRequest([1] * 100, 29)])
         assert not engine.loop.has_work
 
 
 def test_the_command_prints_and_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(WORKLOADS, "uniform256", lambda: [Job([1] * 30, 9), Job([2] * 40, 5), Job([3] * 50, 90)])
+    monkeypatch.setitem(
+        WORKLOADS,
+        "uniform256",
+        lambda: [OfflineRequest([1] * 30, 9), OfflineRequest([2] * 40, 5), OfflineRequest([3] * 50, 90)],
+    )
     path, file = tiny_directory(tmp_path / "m"), tmp_path / "offline.json"
     line = ["bench", "offline", "--shape", str(path), "--device", "cpu", "--num-prompts", "2", "--json", str(file)]
     assert main(line) == 0

@@ -29,10 +29,10 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 sys.stderr.isatty = lambda: True  # there would be a progress bar
 
-from weft.bench.offline import WORKLOADS, Job
+from weft.bench.offline import WORKLOADS, OfflineRequest
 from weft.cli import main
 
-WORKLOADS["uniform256"] = lambda: [Job([1] * 8, 4)]
+WORKLOADS["uniform256"] = lambda: [OfflineRequest([1] * 8, 4)]
 shape = ["--device", "cpu", "--shape", sys.argv[1]]
 assert main(["bench", "offline", *shape]) == 0
 assert main(["bench", "latency", "--batch", "1", "--prompt", "16", "--decode-steps", "8", *shape]) == 0

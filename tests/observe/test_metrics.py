@@ -1,7 +1,7 @@
 """What a scrape shows: both views of the same numbers, read by Prometheus' own parser."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import given
@@ -12,11 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from weft.core.step import StepRecord
-from weft.observe import metrics as module
+from weft.observe import engine_metrics as module
+from weft.observe.engine_metrics import EngineMetrics, EngineStep, RequestDone
 from weft.observe.exposition import Histogram, Page
-from weft.observe.metrics import CONTENT_TYPE, EngineStep, RequestDone, ServerMetrics
+from weft.observe.metrics import CONTENT_TYPE, MAX_ENDPOINTS, ServerMetrics
 
+OWN = {"engine": "0"}
 VLLM = {"model_name": "m", "engine": "0"}
+OF_SERVER = {"requests_started", "requests_refused", "client_disconnects", "http_responses"}  # the rest: of an engine
 DONE = RequestDone(
     reason="stop",
     prompt_tokens=100,
@@ -69,13 +72,24 @@ class Scrape:
         }
 
 
+def scraped(metrics: ServerMetrics, ready: Iterable[str] = ("0",)) -> Scrape:
+    return Scrape(metrics.render(set(ready)))
+
+
 @pytest.fixture
 def metrics() -> ServerMetrics:
-    return ServerMetrics("m", block_size=16, num_blocks=100, gpu_memory_utilization=0.9)
+    metrics = ServerMetrics("m", gpu_memory_utilization=0.9)
+    metrics.engines["0"].ready(block_size=16, num_blocks=100)
+    return metrics
+
+
+@pytest.fixture
+def engine(metrics: ServerMetrics) -> EngineMetrics:
+    return metrics.engines["0"]
 
 
 def test_an_idle_server_shows_every_metric(metrics: ServerMetrics) -> None:
-    scrape = Scrape(metrics.render())
+    scrape = scraped(metrics)
     names = [family.name for family in scrape.families]
     assert len(names) == len(set(names))
     assert all(family.documentation and family.type != "unknown" for family in scrape.families)
@@ -88,23 +102,28 @@ def test_an_idle_server_shows_every_metric(metrics: ServerMetrics) -> None:
     cache_config_info request_prefill_kv_computed_tokens request_max_num_generation_tokens
     time_per_output_token_seconds gpu_cache_usage_perc"""
     assert {name.removeprefix("vllm:") for name in names if name.startswith("vllm:")} == set(expected.split())
-    for sample in scrape.samples:
-        assert VLLM.items() <= sample.labels.items() if sample.name.startswith("vllm:") else sample.name[:5] == "weft_"
+    of_server = {f"weft_{name}" for name in OF_SERVER}
+    for family in scrape.families:
+        labels = {} if family.name in of_server else VLLM if family.name.startswith("vllm:") else OWN
+        assert family.name[:5] in ("vllm:", "weft_")
+        for sample in family.samples:
+            assert labels.items() <= sample.labels.items()
+            assert ("engine" in sample.labels) == ("engine" in labels)
     assert scrape.value("vllm:request_success_total", **VLLM, finished_reason="error") == 0
     assert scrape.value("weft_requests_refused_total", reason="queue_full") == 0
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
 
 
-def test_both_views_are_exact(metrics: ServerMetrics) -> None:
+def test_both_views_are_exact(metrics: ServerMetrics, engine: EngineMetrics) -> None:
     seconds = [0.0004, 0.0005, 0.0011, 0.01, 0.0101, 0.04, 0.05, 0.74, 100.0]
     for value in seconds:
-        metrics.gap(value, None)
-        metrics.first_token(2 * value, None)
-    scrape = Scrape(metrics.render())
+        engine.gap(value, None)
+        engine.first_token(2 * value, None)
+    scrape = scraped(metrics)
     for name, labels, view, factor in (
-        ("weft_gap_seconds", {}, module.FINE, 1),
+        ("weft_gap_seconds", OWN, module.FINE, 1),
         ("vllm:inter_token_latency_seconds", VLLM, module.VLLM_GAP, 1),
-        ("weft_ttft_seconds", {}, module.FINE, 2),
+        ("weft_ttft_seconds", OWN, module.FINE, 2),
         ("vllm:time_to_first_token_seconds", VLLM, module.VLLM_TTFT, 2),
     ):
         counts = {border: sum(factor * value <= border for value in seconds) for border in (*view, math.inf)}
@@ -112,7 +131,7 @@ def test_both_views_are_exact(metrics: ServerMetrics) -> None:
         assert scrape.value(f"{name}_count", **labels) == len(seconds)
         assert scrape.value(f"{name}_sum", **labels) == pytest.approx(factor * sum(seconds))
     assert scrape.value("vllm:generation_tokens_total", **VLLM) == 2 * len(seconds)
-    assert scrape.value("weft_generated_tokens_total") == 2 * len(seconds)
+    assert scrape.value("weft_generated_tokens_total", **OWN) == 2 * len(seconds)
 
 
 BORDERS = st.lists(st.floats(0, 1e5, allow_subnormal=False), min_size=1, max_size=8, unique=True).map(sorted)
@@ -162,29 +181,31 @@ def test_labels_survive_odd_names() -> None:
     name = 'weights\\"of\n{the}, "week"'
     metrics = ServerMetrics(name)
     metrics.responded('/v1/"x"\\', 404)
-    scrape = Scrape(metrics.render())
+    scrape = scraped(metrics)
     assert scrape.value("vllm:num_requests_running", model_name=name, engine="0") == 0
     assert scrape.value("weft_http_responses_total", path='/v1/"x"\\', status="404") == 1
 
 
-def test_promises_are_kept_or_broken(metrics: ServerMetrics) -> None:
+def test_promises_are_kept_or_broken(metrics: ServerMetrics, engine: EngineMetrics) -> None:
     for seconds, target in ((0.02, 0.02), (0.021, 0.02), (9.0, None), (0.01, 0.02)):
-        metrics.gap(seconds, target)
+        engine.gap(seconds, target)
     for seconds, target in ((1.0, 2.0), (3.0, 2.0), (3.0, None)):
-        metrics.first_token(seconds, target)
-    scrape = Scrape(metrics.render())
+        engine.first_token(seconds, target)
+    scrape = scraped(metrics)
     found = [
-        scrape.value("weft_promises_total", promise=p, result=r) for p in ("gap", "ttft") for r in ("kept", "broken")
+        scrape.value("weft_promises_total", **OWN, promise=p, result=r)
+        for p in ("gap", "ttft")
+        for r in ("kept", "broken")
     ]
     assert found == [2, 1, 1, 1]
 
 
-def test_a_finished_request(metrics: ServerMetrics) -> None:
+def test_a_finished_request(metrics: ServerMetrics, engine: EngineMetrics) -> None:
     metrics.started()
-    metrics.finished(DONE)
-    scrape = Scrape(metrics.render())
+    engine.finished(DONE)
+    scrape = scraped(metrics)
     assert scrape.value("weft_requests_started_total") == 1
-    assert scrape.value("weft_requests_finished_total", reason="stop") == 1
+    assert scrape.value("weft_requests_finished_total", **OWN, reason="stop") == 1
     assert scrape.value("vllm:request_success_total", **VLLM, finished_reason="stop") == 1
     sums = {
         "request_prompt_tokens": 100,
@@ -203,58 +224,60 @@ def test_a_finished_request(metrics: ServerMetrics) -> None:
         assert scrape.value(f"vllm:{name}_sum", **VLLM) == pytest.approx(expected), name
         assert scrape.value(f"vllm:{name}_count", **VLLM) == 1, name
     for name, expected in {"request": 1.8, "queue": 0.25, "prefill": 0.5, "decode": 1.0, "largest_gap": 0.2}.items():
-        assert scrape.value(f"weft_{name}_seconds_sum") == pytest.approx(expected)
-        assert scrape.buckets(f"weft_{name}_seconds")[0.2] == (name == "largest_gap")
+        assert scrape.value(f"weft_{name}_seconds_sum", **OWN) == pytest.approx(expected)
+        assert scrape.buckets(f"weft_{name}_seconds", **OWN)[0.2] == (name == "largest_gap")
 
 
-def test_a_request_that_never_started_has_no_phases(metrics: ServerMetrics) -> None:
-    metrics.finished(RequestDone("abort", 100, 0, 0, 3.0, None, None, None, 3.0, None))
-    scrape = Scrape(metrics.render())
+def test_a_request_that_never_started_has_no_phases(metrics: ServerMetrics, engine: EngineMetrics) -> None:
+    engine.finished(RequestDone("abort", 100, 0, 0, 3.0, None, None, None, 3.0, None))
+    scrape = scraped(metrics)
     counts = {
-        name: scrape.value(f"weft_{name}_seconds_count") for name in ("queue", "prefill", "decode", "largest_gap")
+        name: scrape.value(f"weft_{name}_seconds_count", **OWN)
+        for name in ("queue", "prefill", "decode", "largest_gap")
     }
     assert counts == {"queue": 1, "prefill": 0, "decode": 0, "largest_gap": 0}
     assert scrape.value("vllm:request_inference_time_seconds_count", **VLLM) == 0
     assert scrape.value("vllm:request_params_max_tokens_count", **VLLM) == 0
 
 
-def test_completions_side_by_side_share_their_time(metrics: ServerMetrics) -> None:
-    metrics.finished(DONE._replace(n=4, output_tokens=44))
-    metrics.finished(DONE._replace(output_tokens=1, decode=0.0))  # vLLM counts it as zero
-    scrape = Scrape(metrics.render())
+def test_completions_side_by_side_share_their_time(metrics: ServerMetrics, engine: EngineMetrics) -> None:
+    engine.finished(DONE._replace(n=4, output_tokens=44))
+    engine.finished(DONE._replace(output_tokens=1, decode=0.0))  # vLLM counts it as zero
+    scrape = scraped(metrics)
     name = "vllm:request_time_per_output_token_seconds"
     assert scrape.value(f"{name}_sum", **VLLM) == pytest.approx(0.1)
     assert scrape.value(f"{name}_count", **VLLM) == 2
 
 
-def test_steps(metrics: ServerMetrics) -> None:
-    metrics.step(STEP)
-    metrics.step(
+def test_steps(metrics: ServerMetrics, engine: EngineMetrics) -> None:
+    engine.step(STEP)
+    engine.step(
         STEP._replace(
             finished=10.5, prefill_tokens=300, cached_tokens=160, preemptions=1, lost_tokens=40, predicted=None
         )
     )
-    scrape = Scrape(metrics.render())
-    assert scrape.value("weft_tokens_total", phase="prefill") == 300
-    assert scrape.value("weft_tokens_total", phase="decode") == 14
-    assert scrape.value("weft_cached_tokens_total") == scrape.value("vllm:prefix_cache_hits_total", **VLLM) == 160
+    scrape = scraped(metrics)
+    assert scrape.value("weft_tokens_total", **OWN, phase="prefill") == 300
+    assert scrape.value("weft_tokens_total", **OWN, phase="decode") == 14
+    assert scrape.value("weft_cached_tokens_total", **OWN) == 160
+    assert scrape.value("vllm:prefix_cache_hits_total", **VLLM) == 160
     assert scrape.value("vllm:prefix_cache_queries_total", **VLLM) == 460
     assert scrape.value("vllm:prompt_tokens_total", **VLLM) == 460
-    assert scrape.value("vllm:num_preemptions_total", **VLLM) == scrape.value("weft_preemptions_total") == 1
-    assert scrape.value("weft_lost_tokens_total") == 40
-    assert scrape.value("weft_step_seconds_sum", kind="decode") == pytest.approx(0.03)
-    assert scrape.value("weft_step_seconds_sum", kind="prefill") == pytest.approx(0.5)
-    assert scrape.value("weft_step_measured_over_predicted_sum", kind="decode") == pytest.approx(1.5)
-    assert scrape.value("weft_step_measured_over_predicted_count", kind="prefill") == 0  # nobody predicted
+    assert scrape.value("vllm:num_preemptions_total", **VLLM) == scrape.value("weft_preemptions_total", **OWN) == 1
+    assert scrape.value("weft_lost_tokens_total", **OWN) == 40
+    assert scrape.value("weft_step_seconds_sum", **OWN, kind="decode") == pytest.approx(0.03)
+    assert scrape.value("weft_step_seconds_sum", **OWN, kind="prefill") == pytest.approx(0.5)
+    assert scrape.value("weft_step_measured_over_predicted_sum", **OWN, kind="decode") == pytest.approx(1.5)
+    assert scrape.value("weft_step_measured_over_predicted_count", **OWN, kind="prefill") == 0  # nobody predicted
     tokens = scrape.buckets("vllm:iteration_tokens_total", **VLLM)
     assert (tokens[1], tokens[8], tokens[256], tokens[512]) == (0, 1, 1, 2)
-    assert scrape.value("vllm:num_requests_running", **VLLM) == scrape.value("weft_requests_running") == 7
-    assert scrape.value("vllm:num_requests_waiting", **VLLM) == scrape.value("weft_requests_waiting") == 2
+    assert scrape.value("vllm:num_requests_running", **VLLM) == scrape.value("weft_requests_running", **OWN) == 7
+    assert scrape.value("vllm:num_requests_waiting", **VLLM) == scrape.value("weft_requests_waiting", **OWN) == 2
     assert scrape.value("vllm:kv_cache_usage_perc", **VLLM) == 0.75
-    assert scrape.value("weft_kv_blocks_free") == 25
-    assert scrape.value("weft_queued_tokens") == 900
-    metrics.load(0, 0, 0, 100)  # the last ones left between steps
-    assert Scrape(metrics.render()).value("vllm:kv_cache_usage_perc", **VLLM) == 0
+    assert scrape.value("weft_kv_blocks_free", **OWN) == 25
+    assert scrape.value("weft_queued_tokens", **OWN) == 900
+    engine.load(0, 0, 0, 100)  # the last ones left between steps
+    assert scraped(metrics).value("vllm:kv_cache_usage_perc", **VLLM) == 0
 
 
 def test_a_step_comes_from_its_record() -> None:
@@ -262,29 +285,27 @@ def test_a_step_comes_from_its_record() -> None:
     assert EngineStep.of(record, queued_tokens=900, taken=0) == STEP
 
 
-def test_counters_outlive_the_engine(metrics: ServerMetrics) -> None:
+def test_counters_outlive_the_engine(metrics: ServerMetrics, engine: EngineMetrics) -> None:
     def counters() -> dict[str, float]:
         return {
             f"{sample.name}{sample.labels}": sample.value
-            for family in Scrape(metrics.render()).families
+            for family in scraped(metrics).families
             if family.type in ("counter", "histogram")
             for sample in family.samples
         }
 
-    assert Scrape(metrics.render()).value("weft_engine_up") == 0
-    metrics.engine_started(block_size=16, num_blocks=100)
-    metrics.step(STEP._replace(started=1000.0, finished=1000.1))
+    engine.step(STEP._replace(started=1000.0, finished=1000.1))
     before = counters()
-    metrics.engine_lost()
-    lost = Scrape(metrics.render())
-    assert lost.value("weft_engine_up") == lost.value("weft_requests_running") == lost.value("weft_queued_tokens") == 0
-    metrics.engine_started(block_size=16, num_blocks=50)
-    metrics.step(STEP._replace(started=0.1, finished=0.0))  # its clock may start over, or lie
+    engine.lost()
+    lost = scraped(metrics)
+    assert lost.value("weft_requests_running", **OWN) == lost.value("weft_queued_tokens", **OWN) == 0
+    engine.ready(block_size=16, num_blocks=50)
+    engine.step(STEP._replace(started=0.1, finished=0.0))  # its clock may start over, or lie
     after = counters()
     assert all(after[name] >= value for name, value in before.items())
-    scrape = Scrape(metrics.render())
-    assert scrape.value("weft_engine_restarts_total") == scrape.value("weft_engine_up") == 1
-    assert scrape.value("weft_kv_blocks") == 50
+    scrape = scraped(metrics)
+    assert scrape.value("weft_engine_restarts_total", **OWN) == 1
+    assert scrape.value("weft_kv_blocks", **OWN) == 50
     info = {"block_size": "16", "num_gpu_blocks": "50", "enable_prefix_caching": "True", "cache_dtype": "auto"}
     info |= {"gpu_memory_utilization": "0.9", "num_cpu_blocks": "None", "sliding_window": "None", "swap_space": "0"}
     assert scrape.value("vllm:cache_config_info", **VLLM, **info) == 1
@@ -295,33 +316,33 @@ def test_who_was_turned_away_or_left(metrics: ServerMetrics) -> None:
     metrics.refused("deadline")
     metrics.refused("moon")
     metrics.disconnected()
-    scrape = Scrape(metrics.render())
+    scrape = scraped(metrics)
     assert scrape.value("weft_requests_refused_total", reason="deadline") == 2
     assert scrape.value("weft_requests_refused_total", reason="moon") == 1
     assert scrape.value("weft_client_disconnects_total") == 1
 
 
 def test_paths_at_random_do_not_pile_up(metrics: ServerMetrics) -> None:
-    for number in range(3 * module.MAX_ENDPOINTS):
+    for number in range(3 * MAX_ENDPOINTS):
         metrics.responded(f"/{number}", 404)
         metrics.responded("/v1/models", 200)
-    scrape = Scrape(metrics.render())
+    scrape = scraped(metrics)
     found = [sample for sample in scrape.samples if sample.name == "weft_http_responses_total"]
-    assert len(found) == module.MAX_ENDPOINTS + 1
-    assert sum(sample.value for sample in found) == 6 * module.MAX_ENDPOINTS
-    assert scrape.value("weft_http_responses_total", path="/v1/models", status="200") == 3 * module.MAX_ENDPOINTS
+    assert len(found) == MAX_ENDPOINTS + 1
+    assert sum(sample.value for sample in found) == 6 * MAX_ENDPOINTS
+    assert scrape.value("weft_http_responses_total", path="/v1/models", status="200") == 3 * MAX_ENDPOINTS
 
 
 def test_lengths_go_as_far_as_the_model() -> None:
-    scrape = Scrape(ServerMetrics("m", max_model_len=3000).render())
+    scrape = scraped(ServerMetrics("m", max_model_len=3000))
     borders = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, math.inf]
     assert list(scrape.buckets("vllm:request_prompt_tokens", **VLLM)) == borders
 
 
 def test_without_a_prefix_cache_nobody_asks_it() -> None:
     metrics = ServerMetrics("m", enable_prefix_caching=False)
-    metrics.step(STEP._replace(prefill_tokens=10))
-    scrape = Scrape(metrics.render())
+    metrics.engines["0"].step(STEP._replace(prefill_tokens=10))
+    scrape = scraped(metrics)
     assert scrape.value("vllm:prefix_cache_queries_total", **VLLM) == 0
     assert scrape.value("vllm:prompt_tokens_total", **VLLM) == 10
 
@@ -331,12 +352,31 @@ def test_borders_ascend(view: tuple[float, ...]) -> None:
     assert list(view) == sorted(set(view))
 
 
-def test_labels_of_vllm(metrics: ServerMetrics) -> None:
-    metrics.step(STEP._replace(prefill_tokens=40, cached_tokens=60))
-    scrape = Scrape(metrics.render())
+def test_labels_of_vllm(metrics: ServerMetrics, engine: EngineMetrics) -> None:
+    engine.step(STEP._replace(prefill_tokens=40, cached_tokens=60))
+    scrape = scraped(metrics)
     assert scrape.value("vllm:num_requests_waiting_by_reason", **VLLM, reason="capacity") == 2
     assert scrape.value("vllm:num_requests_waiting_by_reason", **VLLM, reason="deferred") == 0
     assert scrape.value("vllm:prompt_tokens_by_source_total", **VLLM, source="local_compute") == 40
     assert scrape.value("vllm:prompt_tokens_by_source_total", **VLLM, source="local_cache_hit") == 60
     assert scrape.value("vllm:prompt_tokens_cached_total", **VLLM) == 60
     assert scrape.value("vllm:request_success_total", **VLLM, finished_reason="repetition") == 0
+
+
+def test_each_engine_has_its_own_samples() -> None:
+    metrics = ServerMetrics("m", engines=("0", "1"))
+    for name, blocks in (("0", 100), ("1", 50)):
+        metrics.engines[name].ready(16, blocks)
+    metrics.engines["1"].step(STEP)
+    metrics.engines["1"].gap(0.02, 0.01)
+    metrics.engines["0"].finished(DONE)
+    scrape = scraped(metrics, ready=["1"])
+    other, vllm = {"engine": "1"}, {**VLLM, "engine": "1"}
+    assert [scrape.value("weft_engine_up", **labels) for labels in (OWN, other)] == [0, 1]
+    assert [scrape.value("weft_kv_blocks_free", **labels) for labels in (OWN, other)] == [100, 25]
+    assert [scrape.value("weft_step_seconds_count", kind="decode", **labels) for labels in (OWN, other)] == [0, 1]
+    assert [scrape.value("weft_promises_total", promise="gap", result="broken", **o) for o in (OWN, other)] == [0, 1]
+    assert [scrape.value("vllm:num_requests_running", **labels) for labels in (VLLM, vllm)] == [0, 7]
+    assert [scrape.value("vllm:request_success_total", finished_reason="stop", **o) for o in (VLLM, vllm)] == [1, 0]
+    names = [family.name for family in scrape.families]
+    assert len(names) == len(set(names)), "one head for the samples of all engines"

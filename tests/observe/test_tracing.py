@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from weft.errors import OptionError
-from weft.observe.metrics import RequestDone
+from weft.observe.engine_metrics import RequestDone
 from weft.observe.tracing import RequestSpan, Tracer
 
 DONE = RequestDone("stop", 100, 20, 64, 0.25, 0.5, 1.0, 0.75, 1.8, 0.2, max_tokens=50)

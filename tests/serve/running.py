@@ -16,9 +16,11 @@ import httpx
 class RunningServer:
     """`weft serve` in a process of its own. Its log is kept, and shown where it does not come up."""
 
+    command: tuple[str, ...] = ("-m", "weft", "serve", "--port", "0")
+
     def __init__(self, *arguments: str, **environment: str) -> None:
         own = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        command = [sys.executable, "-m", "weft", "serve", "--port", "0", *arguments]
+        command = [sys.executable, *self.command, *arguments]
         self.process = subprocess.Popen(
             command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
@@ -65,10 +67,15 @@ class RunningServer:
                 return float(line.split()[-1])
         raise KeyError(name)
 
+    def of_engine(self, name: str, engine: str = "0") -> float:
+        """One value of /metrics that belongs to an engine."""
+        return self.metric(f'{name}{{engine="{engine}"}}')
+
     def wait_until_idle(self, seconds: float = 30) -> None:
         """Until nothing runs or waits and all blocks are free."""
-        eventually(lambda: self.metric("weft_requests_running") == self.metric("weft_requests_waiting") == 0, seconds)
-        eventually(lambda: self.metric("weft_kv_blocks_free") == self.metric("weft_kv_blocks"), seconds)
+        streams = ("weft_requests_running", "weft_requests_waiting")
+        eventually(lambda: all(self.of_engine(name) == 0 for name in streams), seconds)
+        eventually(lambda: self.of_engine("weft_kv_blocks_free") == self.of_engine("weft_kv_blocks"), seconds)
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
         self.process.send_signal(number)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from weft.errors import RequestError
 from weft.serve.background import EventLog, Running
-from weft.serve.client import Job
 from weft.serve.errors import ApiError
 from weft.serve.infer import GONE, Gone
+from weft.serve.jobs import Job
 from weft.serve.log import Sparing
 from weft.serve.response_store import ResponseStore, Stored
 from weft.serve.responses import ResponsesBody, ResponsesFormat

@@ -12,7 +12,7 @@ import weft
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
 from weft.serve.choices import Choice
-from weft.serve.client import Update
+from weft.serve.jobs import Update
 from weft.serve.messages import End
 from weft.text.reasoning import make_reasoning_parser
 from weft.text.tokenizer import Tokenizer

@@ -77,7 +77,7 @@ def test_engine_killed_with_open_streams(own: RunningServer) -> None:
     assert second not in (None, first)
     assert not is_alive(first)
     assert own.post("/v1/completions", {"prompt": "Hello", "max_tokens": 2}).status_code == 200
-    assert own.metric("weft_engine_restarts_total") == 1
+    assert own.of_engine("weft_engine_restarts_total") == 1
     assert own.stop() == 0
     eventually(lambda: not is_alive(second), 5)
 

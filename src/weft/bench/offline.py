@@ -13,7 +13,7 @@ from weft.errors import EngineError, OptionError
 TEMPERATURE = 0.6
 
 
-class Job(NamedTuple):
+class OfflineRequest(NamedTuple):
     prompt: list[int]
     max_tokens: int  # exactly this many tokens are sampled
 
@@ -38,19 +38,21 @@ class Offline:
         return (self.input_tokens + self.output_tokens) / self.seconds
 
 
-def uniform256() -> list[Job]:
+def uniform256() -> list[OfflineRequest]:
     """nano-vllm's benchmark with the same random draws: 142,827 tokens in, 133,966 out."""
     draw = random.Random(0).randint
     prompts = [[draw(0, 10_000) for _ in range(draw(100, 1024))] for _ in range(256)]
-    return [Job(prompt, draw(100, 1024)) for prompt in prompts]
+    return [OfflineRequest(prompt, draw(100, 1024)) for prompt in prompts]
 
 
-WORKLOADS: dict[str, Callable[[], list[Job]]] = {"uniform256": uniform256}
+WORKLOADS: dict[str, Callable[[], list[OfflineRequest]]] = {"uniform256": uniform256}
 
 
-def measure(engine: Engine, jobs: Sequence[Job], progress: Callable[[int], None] = lambda tokens: None) -> Offline:
-    """Runs all jobs to their end. Token ids wrap at the vocabulary size. `progress` receives the sampled tokens."""
-    longest = max(len(job.prompt) + job.max_tokens for job in jobs)
+def measure(
+    engine: Engine, requests: Sequence[OfflineRequest], progress: Callable[[int], None] = lambda tokens: None
+) -> Offline:
+    """Runs all requests to their end. Token ids wrap at the vocabulary size. `progress` receives the sampled tokens."""
+    longest = max(len(request.prompt) + request.max_tokens for request in requests)
     if longest > engine.max_model_len:
         raise OptionError(
             f"the workload needs a context of {longest} tokens, but the engine's is {engine.max_model_len}: choose "
@@ -68,9 +70,9 @@ def measure(engine: Engine, jobs: Sequence[Job], progress: Callable[[int], None]
     try:
         started = loop.clock()
         streams = []
-        for job in jobs:
-            params = SamplingParams(temperature=TEMPERATURE, max_tokens=job.max_tokens, ignore_eos=True)
-            streams += engine.open_streams([token % engine.vocab_size for token in job.prompt], params)
+        for request in requests:
+            params = SamplingParams(temperature=TEMPERATURE, max_tokens=request.max_tokens, ignore_eos=True)
+            streams += engine.open_streams([token % engine.vocab_size for token in request.prompt], params)
         for stream in streams:
             loop.add(stream)
         while loop.has_work:
@@ -79,8 +81,8 @@ def measure(engine: Engine, jobs: Sequence[Job], progress: Callable[[int], None]
         seconds = loop.clock() - started
     finally:
         loop.on_record = listener
-    missing = sum(job.max_tokens - len(stream.output) for job, stream in zip(jobs, streams, strict=True))
+    missing = sum(request.max_tokens - len(stream.output) for request, stream in zip(requests, streams, strict=True))
     if missing:
         raise EngineError(f"{missing} tokens of the workload were not sampled: a request ended before its limit")
-    read = sum(len(job.prompt) for job in jobs)
-    return Offline(len(jobs), read, sum(job.max_tokens for job in jobs), seconds, steps, preemptions)
+    read = sum(len(request.prompt) for request in requests)
+    return Offline(len(requests), read, sum(request.max_tokens for request in requests), seconds, steps, preemptions)

@@ -61,17 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.prompt is not None and arguments.output is not None:
         raise OptionError("--output goes with --input; a single --prompt is written to standard output")
     given = sampling_params(arguments)  # bad values are reported before the model is loaded
-    jobs = None if arguments.input is None else _read_jobs(arguments.input, given)
+    requests = None if arguments.input is None else _read_requests(arguments.input, given)
     choose_model(arguments)
     llm = LLM(**engine_options(arguments))
     params = sampling_params(arguments, llm.default_params)
-    if jobs is None:
+    if requests is None:
         return _stream_prompt(llm, arguments.prompt, params)
-    return _complete_jobs(llm, jobs, params, arguments)
+    return _complete_requests(llm, requests, params, arguments)
 
 
 @dataclass(frozen=True)
-class _Job:
+class _InputRequest:
     line: int
     prompt: str | list[int]
     messages: Any  # None: `prompt` is used
@@ -99,30 +99,35 @@ def _why_refused(metrics: "Metrics | None") -> str:
     )
 
 
-def _complete_jobs(llm: "LLM", jobs: list[_Job], params: SamplingParams, arguments: argparse.Namespace) -> int:
+def _complete_requests(
+    llm: "LLM", requests: list[_InputRequest], params: SamplingParams, arguments: argparse.Namespace
+) -> int:
     if arguments.output is not None:
         _opened(arguments.output, "a").close()  # finds a bad path before the work, and overwrites nothing yet
     try:
-        prompts = [job.prompt if job.messages is None else _render(llm, number, job) for number, job in enumerate(jobs)]
-        wishes = [replace(params, **job.wishes) for job in jobs]
+        prompts = [
+            request.prompt if request.messages is None else _render(llm, number, request)
+            for number, request in enumerate(requests)
+        ]
+        wishes = [replace(params, **request.wishes) for request in requests]
         results = llm.generate(prompts, wishes, progress=arguments.progress)
     except PromptError as error:
-        raise RequestError(f"{arguments.input}, line {jobs[error.number].line}: {error.reason}") from None
+        raise RequestError(f"{arguments.input}, line {requests[error.number].line}: {error.reason}") from None
     out = sys.stdout if arguments.output is None else _opened(arguments.output, "w")
     with out if out is not sys.stdout else nullcontext():
-        for job, result in zip(jobs, results, strict=True):
-            out.write(json.dumps(_as_json(job, result), ensure_ascii=False) + "\n")
+        for request, result in zip(requests, results, strict=True):
+            out.write(json.dumps(_as_json(request, result), ensure_ascii=False) + "\n")
     return 0
 
 
-def _render(llm: "LLM", number: int, job: _Job) -> list[int]:
+def _render(llm: "LLM", number: int, request: _InputRequest) -> list[int]:
     try:
-        return llm.chat_prompt(job.messages)
+        return llm.chat_prompt(request.messages)
     except RequestError as error:
         raise PromptError(number, str(error)) from None
 
 
-def _read_jobs(path: Path, defaults: SamplingParams) -> list[_Job]:
+def _read_requests(path: Path, defaults: SamplingParams) -> list[_InputRequest]:
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -130,10 +135,10 @@ def _read_jobs(path: Path, defaults: SamplingParams) -> list[_Job]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise OptionError(f"{path} has no requests in it")
-    return [_read_job(path, number, line, defaults) for number, line in lines]
+    return [_read_request(path, number, line, defaults) for number, line in lines]
 
 
-def _read_job(path: Path, number: int, line: str, defaults: SamplingParams) -> _Job:
+def _read_request(path: Path, number: int, line: str, defaults: SamplingParams) -> _InputRequest:
     where = f"{path}, line {number}"
     try:
         data = json.loads(line)
@@ -162,10 +167,10 @@ def _read_job(path: Path, number: int, line: str, defaults: SamplingParams) -> _
         replace(defaults, **data)
     except (RequestError, TypeError) as error:
         raise RequestError(f"{where}: {error}") from None
-    return _Job(number, prompt, messages, data)
+    return _InputRequest(number, prompt, messages, data)
 
 
-def _as_json(job: _Job, result: "Generation") -> dict[str, Any]:
+def _as_json(request: _InputRequest, result: "Generation") -> dict[str, Any]:
     completions = []
     for completion in result.completions:
         shown: dict[str, Any] = {
@@ -177,7 +182,11 @@ def _as_json(job: _Job, result: "Generation") -> dict[str, Any]:
         if completion.logprobs is not None:
             shown["logprobs"] = [one._asdict() for one in completion.logprobs]
         completions.append(shown)
-    line: dict[str, Any] = {"line": job.line, "prompt_tokens": len(result.prompt_token_ids), "completions": completions}
+    line: dict[str, Any] = {
+        "line": request.line,
+        "prompt_tokens": len(result.prompt_token_ids),
+        "completions": completions,
+    }
     if result.prompt_logprobs is not None:
         line["prompt_logprobs"] = [one and one._asdict() for one in result.prompt_logprobs]
     if result.metrics is not None:

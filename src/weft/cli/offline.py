@@ -31,20 +31,21 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    jobs = WORKLOADS[arguments.workload]()
+    requests = WORKLOADS[arguments.workload]()
     if arguments.num_prompts is not None:
         at_least_one(arguments, "num_prompts")
-        if arguments.num_prompts > len(jobs):
+        if arguments.num_prompts > len(requests):
             raise OptionError(
-                f"--num-prompts {arguments.num_prompts} is more than the {len(jobs)} of {arguments.workload}: lower it"
+                f"--num-prompts {arguments.num_prompts} is more than the {len(requests)} of {arguments.workload}: "
+                "lower it"
             )
-        jobs = jobs[: arguments.num_prompts]
+        requests = requests[: arguments.num_prompts]
     # The progress bar takes CPU time from the loop, so it is shown only on a terminal.
     show = arguments.progress and sys.stderr.isatty()
     with subject(arguments.shape, shape_options(arguments, arguments.max_num_seqs)) as found:
         print_subject(found)
-        with work_progress("tokens", sum(job.max_tokens for job in jobs), show) as advance:
-            result = measure(found.engine, jobs, advance)
+        with work_progress("tokens", sum(request.max_tokens for request in requests), show) as advance:
+            result = measure(found.engine, requests, advance)
         copy = measure_copy(found.device)
     beside = f" (the H200 of others' figures: {H200_COPY / 1e12:.2f})" if found.device.type == "cuda" else ""
     print(

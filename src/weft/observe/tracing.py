@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 from urllib.parse import urlsplit
 
 from weft.errors import OptionError
-from weft.observe.metrics import RequestDone
+from weft.observe.engine_metrics import RequestDone
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -17,13 +17,15 @@ from weft import __version__
 from weft.engine.collector import Collector
 from weft.engine.options import EngineOptions
 from weft.errors import RequestError
-from weft.observe.metrics import CONTENT_TYPE, RequestDone, ServerMetrics
+from weft.observe.engine_metrics import RequestDone
+from weft.observe.metrics import CONTENT_TYPE, ServerMetrics
 from weft.observe.tracing import RequestSpan, Tracer
 from weft.serve.anthropic import MessagesBody, message
 from weft.serve.background import Work
 from weft.serve.calls import Caller, Desk, new_request_id
-from weft.serve.client import EngineClient, clock
 from weft.serve.embeddings import EmbeddedBody, EmbeddingsBody, RerankBody, ScoreBody
+from weft.serve.engine_handle import Health
+from weft.serve.engines import Engines
 from weft.serve.errors import ApiError, of_json, of_request
 from weft.serve.fields import ChatBody, CompletionBody, wanted
 from weft.serve.gate import Bodies, Gate, Keys, Limits, answer, request_ids
@@ -31,7 +33,7 @@ from weft.serve.infer import Call, Gone, Presence, Watcher, finite, respond
 from weft.serve.known import HEADER as IGNORED_HEADER
 from weft.serve.known import NAMES, ignored, told
 from weft.serve.log import Sparing, Unknown
-from weft.serve.messages import Facts
+from weft.serve.messages import Facts, clock
 from weft.serve.openapi import description
 from weft.serve.parsing import QUICK, parse_all
 from weft.serve.responses import ResponsesBody
@@ -53,7 +55,7 @@ class Server:
     engine_options: EngineOptions
     names: tuple[str, ...]  # of the model; answers carry the first one
     desk: Desk
-    client: EngineClient
+    engines: Engines
     metrics: ServerMetrics
     tracer: Tracer | None
     limits: Limits
@@ -77,7 +79,7 @@ class Server:
     def drain(self) -> None:
         """Refuses new inference requests from now on. `quiet` is set when the active ones have ended."""
         self.draining = True
-        self.client.changed.set()
+        self.engines.changed.set()
         if not self.active:
             self.quiet.set()
 
@@ -90,14 +92,14 @@ class Server:
 
         @asynccontextmanager
         async def lifespan(app: Any) -> Any:
-            self.client.start()
+            self.engines.start()
             await self._first_engine()
             preparing = asyncio.create_task(self.desk.checker.prepare())
             tidying = asyncio.create_task(self.stored.tidy())
             yield
             preparing.cancel()
             tidying.cancel()
-            await self.client.close()
+            await self.engines.close()
             self.desk.texts.close()
             self.desk.checker.close()
             if self.tracer is not None:
@@ -117,10 +119,10 @@ class Server:
 
     async def _first_engine(self) -> None:
         """Waits for the first engine. No connection is accepted before, so no client waits for the model to load."""
-        while self.client.facts is None and self.client.fatal is None and not self.draining:
-            await self.client.changed.wait()
-            self.client.changed.clear()
-        self.client.changed.set()
+        while self.engines.facts is None and self.engines.fatal is None and not self.draining:
+            await self.engines.changed.wait()
+            self.engines.changed.clear()
+        self.engines.changed.set()
 
     def _table(self) -> list[tuple[str, str, Handler]]:
         return [
@@ -203,7 +205,7 @@ class Server:
         with ExitStack() as admission:
             admission.enter_context(self._admitted(tenant))
             try:
-                self.client.check_queue()  # before the body is read
+                self.engines.choose().check_queue()  # before the body is read
                 data = await self.bodies.read(scope, receive)
                 there = admission.enter_context(closing(Presence(receive)))
                 caller = Caller(tenant, self._salt(tenant), wanted(headers), arrival, new_request_id(), len(data))
@@ -238,7 +240,7 @@ class Server:
                         self.quiet.set()
 
     async def _respond(self, call: Call, body: Any, scope: Scope, there: Watcher, send: Send) -> None:
-        exchange = await respond(call, self.client, self.metrics, there, send)
+        exchange = await respond(call, self.engines, self.metrics, there, send)
         self._trace(exchange.done, call, body, scope)
 
     async def _read(
@@ -282,12 +284,13 @@ class Server:
         )
 
     def facts(self) -> Facts:
-        facts = self.client.facts
-        if facts is None:
+        """The facts that requests are checked against. Raises if no engine is ready."""
+        health, facts = self.engines.health, self.engines.facts
+        if health is Health.SILENT:
+            raise ApiError(503, NO_RESPONSE, code="engine_silent", retry_after=10)
+        if health is not Health.READY or facts is None:
             message = "the engine is not ready yet: the model is being loaded"
             raise ApiError(503, message, code="engine_starting", retry_after=2)
-        if self.client.is_silent:
-            raise ApiError(503, NO_RESPONSE, code="engine_silent", retry_after=10)
         return facts
 
     async def _parse(self, data: bytes, kind: type[B]) -> B:
@@ -323,7 +326,7 @@ class Server:
         await answer(send, 200, self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        facts = self.client.facts
+        facts = self.engines.facts
         return {
             "id": name,
             "object": "model",
@@ -363,13 +366,15 @@ class Server:
     # About the server
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Liveness probe: 200 if the engine process is ready and responds."""
-        if self.client.facts is None:
-            why = self.client.fatal or "the engine process is starting"
-            raise ApiError(503, why, code="engine_down", retry_after=2)
-        if self.client.is_silent:
-            raise ApiError(503, NO_RESPONSE, code="engine_silent", retry_after=10)
-        await answer(send, 200, {"status": "ok"})
+        """Liveness probe: 200 if an engine process is ready and responds."""
+        match self.engines.health:
+            case Health.READY:
+                await answer(send, 200, {"status": "ok"})
+            case Health.SILENT:
+                raise ApiError(503, NO_RESPONSE, code="engine_silent", retry_after=10)
+            case Health.STARTING | Health.FATAL:
+                reason = self.engines.fatal or "the engine process is starting"
+                raise ApiError(503, reason, code="engine_down", retry_after=2)
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Readiness probe: 200 if the server accepts new requests."""
@@ -383,17 +388,17 @@ class Server:
         await answer(send, 200, {"version": __version__})
 
     async def render_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        data = self.metrics.render()
+        data = self.metrics.render(self.engines.ready)
         headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", b"%d" % len(data))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": data})
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
-        load = self.client.load
-        await answer(send, 200, {"server_load": self.active, **asdict(load)})
+        await answer(send, 200, {"server_load": self.active, **asdict(self.engines.load)})
 
     async def server_info(self, scope: Scope, receive: Receive, send: Send) -> None:
-        facts = self.client.facts
+        facts, pids = self.engines.facts, self.engines.pids
+        processes = {"api": os.getpid(), "engine": next(iter(pids.values()))}
         shown = asdict(self.options)
         shown["api_key"] = len(self.options.api_key)  # the number of keys, never the keys
         await answer(
@@ -406,7 +411,7 @@ class Server:
                 "engine_options": asdict(self.engine_options),
                 "server_options": shown,
                 "starved_steps": self.metrics.starved_steps,
-                "processes": {"api": os.getpid(), "engine": self.client.pid},
+                "processes": processes if len(pids) == 1 else {**processes, "engines": pids},
             },
         )
 
@@ -417,7 +422,7 @@ class Server:
         if self._salt(tenant):
             self.resets[tenant] += 1
         else:
-            self.client.reset_cache()
+            self.engines.reset_cache()
         await answer(send, 200, {"status": "ok"})
 
     def _salt(self, tenant: str) -> str:

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from starlette.types import Message, Send
 
 from weft.errors import RequestError
-from weft.serve.client import Job, Update
 from weft.serve.errors import ApiError, of_request
 from weft.serve.formats import to_json
 from weft.serve.infer import GONE, Gone, Watcher
+from weft.serve.jobs import Job, Update
 from weft.serve.response_store import Stored
 from weft.serve.responses import ResponsesFormat
 

@@ -16,7 +16,6 @@ from weft.engine.pooling import check_dimensions, pooling_params
 from weft.errors import RequestError
 from weft.serve.checker import Checker
 from weft.serve.choices import Choice
-from weft.serve.client import Prompt
 from weft.serve.embeddings import EmbeddedBody, EmbeddedPrompt, EmbeddingsBody
 from weft.serve.errors import ApiError
 from weft.serve.fields import (
@@ -33,6 +32,7 @@ from weft.serve.fields import (
 from weft.serve.fields import sampling_params as params_of
 from weft.serve.formats import ChatFormat, CompletionFormat, Format
 from weft.serve.infer import TTFT_HEADER, Call
+from weft.serve.jobs import Prompt
 from weft.serve.lengths import Ids, check_described, check_length, kept, prompt_field, says_length, too_long, truncated
 from weft.serve.messages import Facts
 from weft.serve.responses import ResponsesBody, ResponsesFormat, as_chat

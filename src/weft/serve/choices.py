@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
-from weft.serve.client import Update
+from weft.serve.jobs import Update
 from weft.serve.spans import Ruler, Unshown
 from weft.text.output import TextStream
 from weft.text.reasoning import ReasoningParser

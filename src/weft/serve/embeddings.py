@@ -15,9 +15,9 @@ from msgspec import Raw, Struct
 from weft.engine.pooling import Vector, finished
 from weft.errors import RequestError
 from weft.serve.choices import NO_CALLS, Choice, Piece
-from weft.serve.client import Update
 from weft.serve.fields import CompletionBody, Count, Json, Whole
 from weft.serve.formats import to_json
+from weft.serve.jobs import Update
 
 Vectors = list[Vector]
 

@@ -11,12 +11,15 @@ from starlette.types import Receive, Send
 
 from weft.core import Promise
 from weft.errors import RequestError
-from weft.observe.metrics import RequestDone, ServerMetrics
+from weft.observe.engine_metrics import EngineMetrics, RequestDone
+from weft.observe.metrics import ServerMetrics
 from weft.serve.choices import Choice
-from weft.serve.client import EngineClient, Job, Prompt, Update, clock
+from weft.serve.engine_handle import EngineHandle
+from weft.serve.engines import Engines
 from weft.serve.errors import ApiError, of_request
 from weft.serve.formats import Format, Json, to_json
-from weft.serve.messages import End
+from weft.serve.jobs import Job, Prompt, Update
+from weft.serve.messages import End, clock
 
 T = TypeVar("T")
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -54,7 +57,7 @@ class Gone(Exception):
 class Times:
     """Token times of one request, in seconds; updates the latency metrics."""
 
-    def __init__(self, call: Call, metrics: ServerMetrics) -> None:
+    def __init__(self, call: Call, metrics: EngineMetrics) -> None:
         self.call, self.metrics = call, metrics
         self.first: float | None = None
         self.largest_gap = 0.0
@@ -124,12 +127,13 @@ class Presence:
             self._job.put(Update(0, None, lost=GONE))
 
 
-async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, there: Watcher, send: Send) -> "Exchange":
-    """Runs a call to its end and returns its Exchange. Always aborts streams that are still open."""
-    client.check_queue(sum(prompt.params.n for prompt in call.prompts))
-    job = client.submit(call.prompts, call.arrival)
+async def respond(call: Call, engines: Engines, metrics: ServerMetrics, there: Watcher, send: Send) -> "Exchange":
+    """Runs a call to its end on one engine, and returns its Exchange. Always aborts streams that are still open."""
+    handle = engines.choose(call.prompts)
+    handle.check_queue(sum(prompt.params.n for prompt in call.prompts))
+    job = handle.submit(call.prompts, call.arrival)
     there.tell(job)
-    exchange = Exchange(call, client, job, metrics)
+    exchange = Exchange(call, handle, job, metrics.engines[handle.name])
     try:
         if call.stream:
             await exchange.stream(send)
@@ -143,15 +147,15 @@ async def respond(call: Call, client: EngineClient, metrics: ServerMetrics, ther
             exchange.finish("error")
         raise
     finally:
-        client.abort(job)
+        handle.abort(job)
     return exchange
 
 
 class Exchange:
     """One call and its job, from submission to the last frame."""
 
-    def __init__(self, call: Call, client: EngineClient, job: Job, metrics: ServerMetrics) -> None:
-        self.call, self.client, self.job = call, client, job
+    def __init__(self, call: Call, handle: EngineHandle, job: Job, metrics: EngineMetrics) -> None:
+        self.call, self.handle, self.job = call, handle, job
         self.times = Times(call, metrics)
         self.metrics = metrics
         self.ends: dict[int, End] = {}  # the End of each stream, by index
@@ -273,7 +277,7 @@ class Exchange:
         if piece.reason is not None:
             self._left -= 1
             if update.end is None:
-                self.client.abort(self.job, update.place)
+                self.handle.abort(self.job, update.place)
         return piece
 
     def _check(self, update: Update) -> None:

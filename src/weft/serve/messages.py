@@ -5,6 +5,7 @@ assigns the keys. Times are seconds on the machine's monotonic clock, which both
 """
 
 import math
+import time
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,7 +14,9 @@ from weft.core import Source, Targets
 from weft.engine.engine import Wishes
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
-from weft.observe.metrics import EngineStep
+from weft.observe.engine_metrics import EngineStep
+
+clock = time.perf_counter  # the clock of the engine loop; all processes of a machine share it
 
 # To the engine
 

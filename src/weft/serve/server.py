@@ -22,16 +22,16 @@ from weft.engine.options import EngineOptions
 from weft.engine.pooling import pooling_of
 from weft.errors import ModelError, OptionError
 from weft.llm import recommended_params, resolve_model_path
-from weft.observe.metrics import EngineStep, ServerMetrics
+from weft.observe.metrics import ServerMetrics
 from weft.observe.tracing import Tracer
 from weft.serve.app import Server
 from weft.serve.calls import Desk
 from weft.serve.checker import Checker
-from weft.serve.client import EngineClient, Listener, clock
 from weft.serve.connection import Connection
+from weft.serve.engines import Engines
 from weft.serve.gate import Bodies, Limits
 from weft.serve.infer import SHUT_DOWN
-from weft.serve.messages import Facts
+from weft.serve.messages import Facts, Orders, clock
 from weft.serve.settings import ServeOptions
 from weft.serve.texts import Texts
 from weft.serve.trial import Finding, Trial
@@ -47,18 +47,12 @@ MOST_FILES = 65536  # open file descriptors to ask the system for
 LAST_WORDS = 0.2  # seconds to send the final error frames
 BACKLOG = 4096  # connections that may wait for accept()
 
-STARVED_STEPS = 64  # after so many the operator is warned once that the gap target leaves prefills hardly any time
-STARVED = (
-    "the promised gap leaves prompts less than a quarter of the pace that --policy chunked would give them; "
-    "raise --gap-target-ms, or leave it out (weft_starved_steps_total counts on)"
-)
 
-
-def serve(options: ServeOptions, engine_options: EngineOptions) -> int:
-    """Runs the server until a signal comes. Returns the exit code."""
+def serve(options: ServeOptions, engine_options: EngineOptions, engines: int = 1) -> int:
+    """Runs the server, with so many engine processes, until a signal comes. Returns the exit code."""
     listener = _listen(options.host, options.port)
     try:
-        server = _build(options, engine_options)
+        server = _build(options, engine_options, engines)
         sys.setswitchinterval(SWITCH)
         _allow_many_connections()
         _say(f"loading {server.names[0]}")
@@ -71,8 +65,8 @@ def serve(options: ServeOptions, engine_options: EngineOptions) -> int:
     return code
 
 
-def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
-    """The server, with the model files that the API process needs. The engine process reads the rest."""
+def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -> Server:
+    """The server, with the model files that the API process needs. Engine processes read the rest."""
     path = resolve_model_path(engine_options.model)
     chats = options.chat_template, options.chat_template_content_format
     with closing(Trial(path, *chats)) as trial:
@@ -97,33 +91,19 @@ def _build(options: ServeOptions, engine_options: EngineOptions) -> Server:
     )
     metrics = ServerMetrics(
         names[0],
+        engines=[str(number) for number in range(engines)],
         enable_prefix_caching=engine_options.enable_prefix_caching,
         gpu_memory_utilization=engine_options.gpu_memory_utilization,
     )
     eos = texts.tokenizer.eos_token_id if texts.tokenizer is not None else None
-
-    def on_step(step: EngineStep) -> None:
-        metrics.step(step)
-        if step.starved and metrics.starved_steps == STARVED_STEPS:
-            _say(STARVED)
-
-    client = EngineClient(
-        str(path.resolve()),
-        () if eos is None else (eos,),
-        asdict(engine_options),
-        Listener(
-            on_step=on_step,
-            on_ready=lambda facts: metrics.engine_started(facts.block_size, facts.num_blocks),
-            on_death=metrics.engine_lost,
-        ),
-        options.record_steps,
-    )
+    eos_ids = () if eos is None else (eos,)
+    orders = Orders("", str(path.resolve()), eos_ids, asdict(engine_options), options.record_steps)
     return Server(
         options=options,
         engine_options=engine_options,
         names=names,
         desk=desk,
-        client=client,
+        engines=Engines(orders, metrics, _say),
         metrics=metrics,
         tracer=Tracer.make(options.otlp_traces_endpoint),
         limits=Limits(options.requests_per_minute, options.max_concurrent_requests),
@@ -236,7 +216,7 @@ class _Process(uvicorn.Server):
     def _signalled(self, number: int) -> None:
         if self._ending is not None:  # second signal
             _say("ending at once")
-            self.server.client.lose_everybody(SHUT_DOWN)
+            self.server.engines.lose_jobs(SHUT_DOWN)
             # Does not wait for busy threads. The engine process ends when this process does.
             asyncio.get_running_loop().call_later(LAST_WORDS, os._exit, 128 + number)
             return
@@ -251,25 +231,25 @@ class _Process(uvicorn.Server):
         with suppress(TimeoutError):
             await asyncio.wait_for(server.quiet.wait(), timeout)
         if server.active:
-            server.client.lose_everybody(SHUT_DOWN)
+            server.engines.lose_jobs(SHUT_DOWN)
             await asyncio.sleep(LAST_WORDS)
         self.should_exit = True
 
     async def _watch_engine(self) -> None:
-        """Announces the first time that the engine is ready. Ends the server if the engine fails for good."""
-        started, client = clock(), self.server.client
+        """Announces the first time that an engine is ready. Ends the server if all engines are given up."""
+        started, engines = clock(), self.server.engines
         said = False
-        while client.fatal is None:
-            await client.changed.wait()
-            client.changed.clear()
-            if client.facts is not None and not said:
+        while engines.fatal is None:
+            await engines.changed.wait()
+            engines.changed.clear()
+            if engines.facts is not None and not said:
                 said = True
                 self.server.collector.freeze()
                 seconds = clock() - started
                 while not self.started:  # uvicorn listens only from then on
                     await asyncio.sleep(0.002)
                 self._announce(seconds)
-        _say(client.fatal)
+        _say(engines.fatal)
         self.exit_code = 1
         self.server.drain()
         self.should_exit = True
@@ -279,7 +259,7 @@ class _Process(uvicorn.Server):
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         scheme = "http" if self.server.options.ssl_certfile is None else "https"
         url, name = f"{scheme}://{shown}:{port}", self.server.names[0]
-        facts = self.server.client.facts
+        facts = self.server.engines.facts
         key = " -H 'Authorization: Bearer KEY'" if self.server.options.api_key else ""
         print(f"\nweft serves {name} on {url} (ready after {seconds:.1f} s)")
         if facts is not None and facts.has_targets:

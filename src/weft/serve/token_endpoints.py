@@ -7,10 +7,10 @@ from starlette.types import Receive, Scope, Send
 from weft.errors import RequestError
 from weft.serve.anthropic import CountTokensBody, count_tokens
 from weft.serve.calls import Caller, new_request_id
-from weft.serve.client import clock
 from weft.serve.errors import of_request
 from weft.serve.fields import ChatBody, DetokenizeBody, TokenizeBody, Wanted
 from weft.serve.gate import answer, request_ids
+from weft.serve.messages import clock
 from weft.serve.responses import ResponsesBody
 from weft.text.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ class TokenEndpoints:
             tokenizer = self.desk.texts.needed()
         except RequestError as error:
             raise of_request(error) from None
-        facts = self.server.client.facts
+        facts = self.server.engines.facts
         found: dict[str, Any] = {"count": len(ids), "max_model_len": facts and facts.max_model_len, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = await self.desk.texts.aside(
@@ -83,7 +83,7 @@ class TokenEndpoints:
     async def _detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, size = await self.server.body(scope, receive, DetokenizeBody)
         self.server.check_model(body.model)
-        facts = self.server.client.facts
+        facts = self.server.engines.facts
         try:
             tokenizer = self.desk.texts.needed()
             # The model's vocabulary may be larger than the tokenizer's: such ids have no text, but may be sampled.

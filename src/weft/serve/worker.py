@@ -28,7 +28,7 @@ from weft.engine.profile import profile_of
 from weft.engine.stream import Stream
 from weft.engine.streams import TokenEvent
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
-from weft.observe.metrics import EngineStep
+from weft.observe.engine_metrics import EngineStep
 from weft.observe.steps import StepLog
 from weft.serve.log import Sparing
 from weft.serve.messages import (

@@ -14,7 +14,9 @@ import httpx
 import pytest
 
 from tests.serve.running import RunningServer, eventually, is_alive
-from weft.serve.client import EngineClient, Listener
+from weft.observe.metrics import ServerMetrics
+from weft.serve.engines import Engines
+from weft.serve.messages import Orders
 
 SMALL = ("--policy", "chunked", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "64MiB")
 ENDLESS = {"prompt": "Once", "max_tokens": 16000, "ignore_eos": True, "stream": True}
@@ -34,7 +36,7 @@ def test_a_stopped_engine_is_told_and_replaced() -> None:
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        eventually(lambda: server.metric("weft_requests_running") > 0, 10)
+        eventually(lambda: server.of_engine("weft_requests_running") > 0, 10)
         os.kill(first, signal.SIGSTOP)
         eventually(lambda: server.http.get("/health").status_code == 503, 20)
         assert server.http.get("/ready").status_code == 503
@@ -88,18 +90,21 @@ def test_an_interpreter_that_may_not_be_executed(tmp_path: Path, monkeypatch: py
     interpreter = tmp_path / "python"
     interpreter.write_text("")
 
+    logged: list[str] = []
+
     async def scenario() -> str | None:
-        client = EngineClient("nowhere", (), {}, Listener())
-        client.start()
-        await asyncio.wait_for(client.changed.wait(), 10)
-        await client.close()
-        return client.fatal
+        engines = Engines(Orders("", "nowhere", (), {}), ServerMetrics("m"), logged.append)
+        engines.start()
+        await asyncio.wait_for(engines.changed.wait(), 10)
+        await engines.close()
+        return engines.fatal
 
     monkeypatch.setattr(sys, "executable", str(interpreter))
     reason = asyncio.run(scenario())
     assert reason is not None
     assert "Permission denied" in reason
     assert str(interpreter) in reason
+    assert logged == [], "the server says the reason when it ends"
 
 
 def test_what_killed_servers_left_is_swept(tmp_path: Path) -> None:

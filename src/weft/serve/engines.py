@@ -1,0 +1,175 @@
+"""Engines: all engines of a server. The one place where an engine is chosen for a request."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from weft.observe.engine_metrics import EngineMetrics, EngineStep
+from weft.observe.metrics import ServerMetrics
+from weft.serve.engine_connection import EngineLoad
+from weft.serve.engine_handle import EngineEvents, EngineHandle, Health
+from weft.serve.folder import sweep
+from weft.serve.jobs import Prompt
+from weft.serve.messages import Facts, Orders
+
+# Facts that a request is checked against before an engine is chosen for it: all engines must have the same. Others are
+# measured (gap_target, min_gap_target), or depend on the memory that an engine found (num_blocks).
+COMMON = (
+    *("max_model_len", "vocab_size", "hidden_size", "block_size", "max_num_seqs", "policy", "enable_prefix_caching"),
+    *("gap_source", "ttft_target", "ttft_target_per_1k", "ttft_source"),
+)
+STARVED_STEPS = 64  # after so many the operator is warned once that the gap target leaves prefills hardly any time
+STARVED = (
+    "the promised gap leaves prompts less than a quarter of the pace that --policy chunked would give them; "
+    "raise --gap-target-ms, or leave it out (weft_starved_steps_total counts on)"
+)
+
+
+class EngineRouter(Protocol):
+    """Chooses an engine for each request."""
+
+    def choose(self, handles: Sequence[EngineHandle], prompts: Sequence[Prompt]) -> EngineHandle:
+        """One of the handles, which are at least one. `prompts` is empty if the body has not been read yet."""
+        ...
+
+
+class OnlyEngine:
+    """The router of a server with one engine."""
+
+    def choose(self, handles: Sequence[EngineHandle], prompts: Sequence[Prompt]) -> EngineHandle:
+        return handles[0]
+
+
+class LeastLoaded:
+    """Chooses the engine with the fewest streams, running, waiting or just sent; of several the first by name."""
+
+    def choose(self, handles: Sequence[EngineHandle], prompts: Sequence[Prompt]) -> EngineHandle:
+        return min(handles, key=lambda handle: (handle.load.streams, handle.name))
+
+
+class Engines:
+    """Owns the handles. One engine is enough for the server to be ready; it has failed when all are given up."""
+
+    def __init__(
+        self,
+        orders: Orders,
+        metrics: ServerMetrics,
+        log: Callable[[str], None],
+        router: EngineRouter | None = None,
+    ) -> None:
+        """One engine for each one in `metrics`, all with the same orders."""
+        self.changed = asyncio.Event()  # set when an engine becomes ready, or is given up
+        self._metrics, self._log = metrics, log
+        several = len(metrics.engines) > 1
+        self._router = router or (LeastLoaded() if several else OnlyEngine())
+        self.handles = tuple(
+            self._new_handle(name, engine, orders, several=several) for name, engine in metrics.engines.items()
+        )
+
+    def _new_handle(self, name: str, metrics: EngineMetrics, orders: Orders, *, several: bool) -> EngineHandle:
+        if several and orders.record_steps is not None:  # processes must not write to the same file
+            orders = msgspec.structs.replace(orders, record_steps=f"{orders.record_steps}.{name}")
+        events = EngineEvents(
+            on_step=partial(self._step, metrics),
+            on_ready=partial(self._ready, name, metrics),
+            on_death=metrics.lost,
+            on_given_up=partial(self._given_up, name),
+            on_log=(lambda line: self._log(f"engine {name}: {line}")) if several else self._log,
+        )
+        return EngineHandle(name, orders, events)
+
+    @property
+    def facts(self) -> Facts | None:
+        """Of the engines that are ready, to check requests against; None: no engine is ready."""
+        known = [facts for handle in self.handles if (facts := handle.facts) is not None]
+        if len(known) < 2:
+            return known[0] if known else None
+        gaps = [facts.gap_target for facts in known if facts.gap_target is not None]
+        # The largest, so that a promise holds on every engine.
+        least = max(facts.min_gap_target for facts in known)
+        return msgspec.structs.replace(known[0], gap_target=max(gaps, default=None), min_gap_target=least)
+
+    @property
+    def health(self) -> Health:
+        """Of the best engine."""
+        found = {handle.health for handle in self.handles}
+        return next(health for health in Health if health in found)
+
+    @property
+    def fatal(self) -> str | None:
+        """Why no engine will be started again; None: one runs, or may be started."""
+        reasons = {handle.fatal: None for handle in self.handles}  # a dict: without repetition, in order
+        return None if None in reasons else "; ".join(filter(None, reasons))
+
+    @property
+    def load(self) -> EngineLoad:
+        """The sum over all engines."""
+        loads = [handle.load for handle in self.handles]
+        return EngineLoad(*(sum(getattr(load, field.name) for load in loads) for field in fields(EngineLoad)))
+
+    @property
+    def ready(self) -> frozenset[str]:
+        """The names of the engines that are ready."""
+        return frozenset(handle.name for handle in self.handles if handle.health is Health.READY)
+
+    @property
+    def pids(self) -> dict[str, int | None]:
+        """The process ids of the engines, by name."""
+        return {handle.name: handle.pid for handle in self.handles}
+
+    def start(self) -> None:
+        with contextlib.suppress(OSError):
+            sweep()
+        for handle in self.handles:
+            handle.start()
+
+    async def close(self) -> None:
+        """Ends all engine processes. Requests that still run are lost."""
+        await asyncio.gather(*(handle.close() for handle in self.handles))
+
+    def choose(self, prompts: Sequence[Prompt] = ()) -> EngineHandle:
+        """The engine for a request: one that is ready. If none is, any: the request then gets its error there."""
+        ready = [handle for handle in self.handles if handle.health is Health.READY]
+        return self._router.choose(ready or self.handles, prompts)
+
+    def lose_jobs(self, reason: str) -> None:
+        """Ends all jobs with an error."""
+        for handle in self.handles:
+            handle.lose_jobs(reason)
+
+    def reset_cache(self) -> None:
+        for handle in self.handles:
+            handle.reset_cache()
+
+    def _step(self, metrics: EngineMetrics, step: EngineStep) -> None:
+        metrics.step(step)
+        if step.starved and self._metrics.starved_steps == STARVED_STEPS:
+            self._log(STARVED)
+
+    def _ready(self, name: str, metrics: EngineMetrics, facts: Facts) -> str | None:
+        for other in self.handles:
+            if other.name != name and other.facts is not None and (reason := _difference(facts, other.facts)):
+                return f"its {reason} in engine {other.name}"
+        metrics.ready(facts.block_size, facts.num_blocks)
+        self.changed.set()
+        return None
+
+    def _given_up(self, name: str) -> None:
+        if self.fatal is None:  # else the server ends with the reason
+            reason = next(handle.fatal for handle in self.handles if handle.name == name)
+            self._log(f"engine {name} is given up: {reason}")
+        self.changed.set()
+
+
+def _difference(facts: Facts, other: Facts) -> str | None:
+    """A fact that must be the same for both but is not, in words."""
+    for field in COMMON:
+        own, its = getattr(facts, field), getattr(other, field)
+        if own != its:
+            return f"{field} is {own}, but {its}"
+    return None
