@@ -218,13 +218,13 @@ class _Screening:
                 if self.lineup.at(one).deadline < math.inf:
                     insort(before, one, key=self._newness)
             has_room = not found.waited[place]
-            while place not in gone and (late[place] > relief if has_room else freed < 1):
+            while place not in gone and (late.item(place) > relief if has_room else freed < 1):
                 victim = next((one for one in reversed(before) if self._minds(place, one)), None)
                 if victim is None:
                     break
                 before.remove(victim)
                 gone.add(victim)
-                relief += float(found.seconds[victim])
+                relief += found.seconds.item(victim)
                 freed += 1
             if place not in gone and not has_room:
                 freed -= 1
@@ -246,9 +246,12 @@ class _Screening:
             late = np.nan_to_num(
                 found.ends - self.lineup.rows.deadline, nan=-math.inf, posinf=math.inf, neginf=-math.inf
             )
-        for place in self.lineup.newcomers:
-            busy = self._loads[self.lineup.at(place).tenant]
-            late[place] += found.seconds[place] * busy / (1 - busy)
+        places = self.lineup.newcomers
+        if len(self._loads) == 1:  # one tenant: the usual case
+            busy: float | Array = self.busy
+        else:
+            busy = np.array([self._loads[self.lineup.at(place).tenant] for place in places])
+        late[places] += found.seconds[places] * busy / (1 - busy)
         return late
 
 

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple, Protocol
 
-from weft.core.cost import CostModel, StepShape
+from weft.core.cost import CostModel, StepShape, slice_reach
 from weft.core.turnover import NONE_DECODES, Ends
 
 IDLE_STEP = 0.25  # seconds that a step may take if no decode has a gap target; bounds the wait of a new request
@@ -205,7 +205,8 @@ class UpToTheGap:
         c = cost.coefficients
         if c.wave or c.grain > 1:
             tokens = max(1, self.tokens - decodes)
-            return min(c.efficiency(decodes, context, int(first), tokens, step) for first in (reach / 2, reach))
+            middle = c.efficiency(decodes, context, int(reach / 2), tokens, step)
+            return min(middle, c.efficiency(decodes, context, int(reach), tokens, step))
         aside = _aside(cost, decodes, context, reach)
         # If `tokens` limits the step, attention grows with the prompt: a quarter of the final context is counted.
         work = (c.token + c.pair * reach / 4) * max(0, self.tokens - decodes)
@@ -313,12 +314,18 @@ class TimeBudget:
         self.gap = min(self.gap, self.batch_seconds * self.cost.margin)
 
 
+def most_squeezed_pace(cost: CostModel) -> float:
+    """A bound of `squeezed_pace`, fast to compute: no step is shorter than reading the weights."""
+    c = cost.coefficients
+    return math.inf if c.sizes else LEAST_SLICE * c.token / max(c.fixed + c.weights, 1e-12)
+
+
 def least_step(cost: CostModel, decodes: int, context: float, reach: float) -> float:
     """Seconds of a step with almost no prefill."""
     c = cost.coefficients
     if c.wave or c.grain > 1:
-        beside = StepShape(decodes, decodes=decodes, context=context)
-        return c.predict(c.with_slice(beside, max(0, int(reach) - 1), 1))
+        first = max(0, int(reach) - 1)  # the shape of a step with one slice of one token, without detours
+        return c.predict(StepShape(decodes + 1, first + 1.0, 1, decodes, context, slice_reach(first, 1, c.wave)))
     return _aside(cost, decodes, context, reach) + max(0.0, c.weights - c.token * decodes)
 
 

@@ -171,7 +171,7 @@ class Coefficients:
         The step has these decodes and as much of a prefill from position `first` as `limit` seconds allow, at most
         `most` tokens. The result is close to what `best_slice` would give, and faster to compute.
         """
-        token, pair, reach, grain = self.token, self.pair, self.reach, self.grain
+        token, pair, reach, grain, sizes = self.token, self.pair, self.reach, self.grain, self.sizes
         aside = self.fixed + self.rows(decodes) + self.context * context + self.slice + self.prefill
         left = limit - aside
         each = token + pair * first  # without waves
@@ -179,14 +179,16 @@ class Coefficients:
         waves = int(left / max(wave * each + reach * first, 1e-12)) if self.wave else 0
         both = pair + self.wave_pair
         best = 0.0
-        for number in (0.125, waves, waves + 1):  # if no wave fits, an eighth of one may
+        for number in (0.125, waves, waves + 1) if waves else (0.125, 1):  # if no wave fits, an eighth of one may
             room = min((left - reach * first * number) / max(each, 1e-12), 1e9)
             count = min(int(wave * number), most, int(room) // grain * grain - decodes)
-            if count > 0:
+            if count > 0:  # the hot path of admission: no calls that can be avoided
                 pairs = count * (first + (count + 1) / 2)
-                arithmetic = max(self.weights, token * self._places(decodes + count))
+                places = -(-(decodes + count) // grain) * grain
+                arithmetic = max(self.weights, token * places)
                 seconds = aside + arithmetic + pair * pairs + reach * slice_reach(first, count, self.wave)
-                seconds *= self._size_factor(self._places(decodes + count))
+                if sizes:
+                    seconds *= sizes[min(places // grain, len(sizes)) - 1]
                 best = max(best, (token * count + both * pairs) / max(seconds, 1e-12))
         return best
 

@@ -56,11 +56,13 @@ def line_up(
     for key, line in lines.items():
         members[key] = np.arange(begin, begin + len(line.requests))
         begin += len(line.requests)
-    for key, indices in _by_line(requests, range(begin, len(requests))).items():
+    by_line = _by_line(requests, range(begin, len(requests)))
+    for key, indices in by_line.items():
         waiting = lines[key].requests if key in lines else []
         places = [bisect_left(waiting, requests[index].rank, key=rank_of) for index in indices]
         members[key] = np.insert(members.get(key, np.empty(0, np.int64)), places, indices)
-    order = _served(rows, members, _levels(queue, [*started, *newcomers], now))
+    first = [requests[indices[0]] for indices in by_line.values()]  # by rank; the others of their lines do not matter
+    order = _served(rows, members, _levels(queue, [*started, *first], now))
     places = np.flatnonzero(order >= len(requests) - len(newcomers)).tolist()
     return Lineup(requests, order, rows.take(order), places)
 

@@ -729,10 +729,11 @@ class Scheduler:
         """Looks up a new request in the prefix cache. Drops an operator's target that an idle machine would miss."""
         hits = self.cache.match(request.hashes, 0, self._shareable(request))
         request.expected_hits = len(hits) * self.block_size
-        if request.ttft_source is Source.OPERATOR and not self.policy.admission.is_possible(self._left_of(request)):
+        left = self._left_of(request)
+        if request.ttft_source is Source.OPERATOR and not self.policy.admission.is_possible(left):
             request.ttft_target = math.inf  # served behind requests with a promise
             request.rank = self.policy.order.rank(request)
-        request.packed = self._left_of(request).pack()
+        request.packed = left.pack()
 
     def _refuse_hopeless(self, load: StepLoad, now: float) -> None:
         for _ in range(FEWEST_VISITS):

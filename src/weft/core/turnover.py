@@ -92,7 +92,8 @@ class Lengths:
             self._sorted = np.sort(np.array(self._recent or [USUAL]))
         middle = self._rest(written, left, np.full(len(left), 0.5))
         # Of many requests that started together, the first ends earlier than the median request, and the last later.
-        place = np.argsort(np.argsort(middle, kind="stable"), kind="stable")
+        place = np.empty(len(left), np.int64)
+        place[np.argsort(middle, kind="stable")] = np.arange(len(left))
         rest = self._rest(written, left, (place + 0.5) / max(1, len(left)))
         typical = max(1.0, float(self._sorted.mean()))
         return Ends(_in_order(left * gap, context), _in_order(rest, context), typical)
