@@ -104,7 +104,7 @@ def play(
         loop.step()
         loop.scheduler.check_integrity()
         turn += 1
-        assert turn < 3000, "the loop does not come to an end"
+        assert turn < 3000, f"the loop does not come to an end: {[stream.request for stream, _ in streams]}"
     for stream, arrival in streams:
         expected = solo(arrival)
         if stream.request.finish_reason == "abort":
@@ -117,8 +117,11 @@ def play(
     assert not loop.streams
 
 
+RARE = ("preemptions", "prefix hits", "mid-prefill aborts", "aborts with a step in flight")
+
+
 def assert_it_really_happened(seen: Counter[str]) -> None:
-    for what in ("preemptions", "prefix hits", "mid-prefill aborts", "aborts with a step in flight"):
+    for what in RARE:
         assert seen[what] >= 5, f"only {seen[what]} {what} over all examples"
 
 

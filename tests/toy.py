@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import Policy, Scheduler, StepBatch, chunked
+from weft.core.prefix import NamedBlocks
 from weft.engine.executor import DeviceMemory, Executor, ExecutorFacts, StepInputs, StepMasks, StepResult
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
@@ -117,7 +118,7 @@ class ToyExecutor:
         self.computed = 0
 
     def measure(self) -> DeviceMemory:
-        return DeviceMemory(total=1 << 30, free=1 << 30, later=0)
+        return DeviceMemory(total=1 << 30, free=1 << 30, reserved=0)
 
     def allocate(self, spec: KVSpec) -> None:
         self.cache = np.full(spec.num_blocks * self.block_size, -1, np.int64)  # state after the token at this place
@@ -206,6 +207,7 @@ def toy_loop(
     caching: bool = True,
     policy: Policy | None = None,
     make_executor: Callable[[int, int, int], Executor] = ToyExecutor,
+    before_reuse: Callable[[NamedBlocks], None] | None = None,
 ) -> Loop:
     scheduler = Scheduler(
         policy=policy or chunked(budget),
@@ -213,6 +215,7 @@ def toy_loop(
         block_size=block_size,
         max_num_seqs=seqs,
         enable_prefix_caching=caching,
+        before_reuse=before_reuse,
     )
     executor = make_executor(scheduler.slots.size, num_blocks, block_size)
     ticks = iter(range(10**9))

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 
-from tests.company import BLOCK, Arrival, Case, assert_it_really_happened, cases, play
+from tests.company import BLOCK, RARE, Arrival, Case, assert_it_really_happened, cases, play
 from tests.toy import ReluctantExecutor, ToyExecutor, ToyMatcher, solo, toy_loop, toy_stream
 from weft.engine.stream import Stream
 
@@ -56,8 +56,11 @@ def test_company_never_changes_tokens(executor: type[ToyExecutor]) -> None:
         seen["refused decodes"] += getattr(loop.executor, "refusals", 0)
         loop.close()
 
-    plays()
+    for _ in range(5):  # rare things are rarer in some batches of examples than in others, and on a busy machine
+        plays()
+        preempted = sum(stream.request.preemptions for stream in streams if stream.request.constrained)
+        if preempted >= 5 and min(seen[what] for what in RARE) >= 5:
+            break
     assert_it_really_happened(seen)
-    preempted = sum(stream.request.preemptions for stream in streams if stream.request.constrained)
-    assert preempted >= 5
+    assert preempted >= 5, "masks are computed in threads: constrained requests may have run alone"
     assert (seen["refused decodes"] > 1000) == (executor is ReluctantExecutor)

@@ -12,8 +12,11 @@ import pytest
 
 from tests.engine.tiny import tiny_directory
 from weft import LLM, SamplingParams
-from weft.engine.executor import Bytes
-from weft.engine.hashing import block_space, prompt_hashes, root_hash
+from weft.engine.executor import Bytes, ExecutorFacts
+from weft.engine.fingerprint import block_space
+from weft.engine.hashing import prompt_hashes, root_hash
+from weft.engine.simulated import LAYOUT
+from weft.models import load_config
 
 PROMPT = list(range(2, 60))
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -83,20 +86,52 @@ def test_names_depend_on_all_that_changes_the_numbers(tmp_path: Path) -> None:
             assert not set(own) & set(names_of(another, PROMPT))
 
 
-def test_other_weights_of_the_same_shape_have_other_names(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
+def space_of(path: Path, **changes: Any) -> bytes:
+    given: dict[str, Any] = {"load_format": "auto", "max_model_len": 64, **changes}
+    facts = ExecutorFacts("a machine", given.pop("device_type", "cpu"), LAYOUT, 64, "float64")
+    return block_space(path, load_config(path), facts, **given)
 
-    spaces = []
-    layout = None
-    for seed in (0, 0, 1):
-        folder = tiny_directory(tmp_path / f"{len(spaces)}")
-        torch.manual_seed(seed)
-        save_file({"w": torch.randn(300, 300)}, folder / "model.safetensors")
-        with llm_of(folder) as llm:
-            layout = layout or llm.engine.loop.executor.facts.layout
-        spaces.append(block_space(folder, "auto", "float64", layout))
-    assert spaces[0] == spaces[1] != spaces[2]
+
+def save(folder: Path, name: str = "model.safetensors", **changed: float) -> Path:
+    """A model directory with three tensors; `changed` adds a number to some of them."""
+    from safetensors.numpy import save_file
+
+    tiny_directory(folder)
+    numbers = np.random.default_rng(0).normal(size=(3, 300, 300))
+    save_file({key: numbers[i] + changed.get(key, 0.0) for i, key in enumerate("abc")}, folder / name)
+    return folder
+
+
+def test_a_fine_tune_of_one_tensor_has_other_names(tmp_path: Path) -> None:
+    base = space_of(save(tmp_path / "base"))
+    assert base == space_of(save(tmp_path / "copy"))
+    for tensor in "abc":
+        assert base != space_of(save(tmp_path / tensor, **{tensor: 1e-3}))
+
+
+def test_only_files_that_are_loaded_count(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    base = space_of(folder)
+    save(folder, "consolidated.safetensors", a=1.0)
+    assert base == space_of(folder)
+
+
+def test_random_weights_depend_on_the_device(tmp_path: Path) -> None:
+    folder = tiny_directory(tmp_path)
+    spaces = {space_of(folder, load_format="dummy", device_type=kind) for kind in ("cpu", "cuda", "cpu")}
+    assert len(spaces) == 2
+
+
+def test_a_rotation_that_depends_on_the_context_is_part_of_the_name(tmp_path: Path) -> None:
+    fixed, dynamic = (
+        tiny_directory(tmp_path / "fixed"),
+        tiny_directory(
+            tmp_path / "dynamic", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+        ),
+    )
+    dummy = {"load_format": "dummy"}
+    assert space_of(fixed, **dummy, max_model_len=64) == space_of(fixed, **dummy, max_model_len=100_000)
+    assert space_of(dynamic, **dummy, max_model_len=64) != space_of(dynamic, **dummy, max_model_len=100_000)
 
 
 def test_names_are_the_same_in_another_process(tmp_path: Path) -> None:

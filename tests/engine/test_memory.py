@@ -7,7 +7,7 @@ from weft.engine.executor import DeviceMemory
 from weft.engine.options import EngineOptions
 from weft.errors import OptionError
 
-MEMORY = DeviceMemory(total=1000, free=700, later=50)  # bytes: 300 are weights and what steps need
+MEMORY = DeviceMemory(total=1000, free=700, reserved=50)  # bytes: 300 are weights and what steps need
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.9, 600), (0.95, 650), (0.96, 650), (1.0, 650), (0.3, 0), (0.2, 0)])

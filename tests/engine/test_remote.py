@@ -1,12 +1,16 @@
 """An executor in another process, behind a socket: the loop speaks to it through the public protocol alone."""
 
 import multiprocessing
+import signal
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,11 +18,14 @@ from hypothesis import given, settings
 from tests.company import BLOCK, Arrival, Case, assert_it_really_happened, cases, play
 from tests.core.test_company import is_constrained, open_stream
 from tests.toy import ReluctantExecutor, ToyExecutor, solo, toy_loop, toy_stream
-from weft.engine.remote import RemoteExecutor, serve_executor
+from weft.core import StepBatch
+from weft.engine.remote import HEADER, RemoteExecutor, serve_executor
 from weft.errors import EngineError
 from weft.kv.spec import KVSpec
 
-KINDS = {"toy": ToyExecutor, "reluctant": ReluctantExecutor}
+
+def executor_of(kind: str, *sizes: int) -> ToyExecutor:
+    return {"toy": ToyExecutor, "reluctant": ReluctantExecutor, "slow": SlowExecutor}[kind](*sizes)
 
 
 def serve_toys(orders: socket.socket) -> None:
@@ -28,7 +35,7 @@ def serve_toys(orders: socket.socket) -> None:
         if not request:
             return
         kind, *sizes = request.decode().split()
-        executor, connection = KINDS[kind](*map(int, sizes)), socket.socket(fileno=descriptors[0])
+        executor, connection = executor_of(kind, *map(int, sizes)), socket.socket(fileno=descriptors[0])
         threading.Thread(target=serve_executor, args=(executor, connection), daemon=True).start()
 
 
@@ -125,6 +132,91 @@ def test_an_error_at_the_far_end_is_an_error_of_the_step() -> None:
         executor.write_blocks([1], np.full((1, 8 * BLOCK), 7, np.uint8)).result()
         assert (executor.read_blocks([1]).result() == 7).all(), "it goes on after an error"
         executor.close()
+
+
+class SlowExecutor(ToyExecutor):
+    def accepts(self, batch: StepBatch, row: int) -> bool:
+        time.sleep(0.1)
+        return True
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Ctrl-C, a little later."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_loses_nothing() -> None:
+    with far_process() as orders:
+        loop = toy_loop(make_executor=lambda *sizes: remote(orders, *sizes, kind="slow"))
+        stream = toy_stream("r", list(range(1, 12)), 8)
+        loop.add(stream)
+        interrupts = 0
+        while loop.has_work:
+            try:
+                with interrupted_after(0.03):
+                    loop.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert interrupts > 3
+        assert stream.output == solo(list(range(1, 12)), 8)
+        loop.close()
+
+
+def test_results_may_be_waited_for_in_any_thread_and_order() -> None:
+    with far_process() as orders:
+        executor = remote(orders, 4, 32, BLOCK)
+        data = [np.full((1, 8 * BLOCK), number, np.uint8) for number in range(32)]
+        writes = [executor.write_blocks([number], one) for number, one in enumerate(data)]
+        reads = [executor.read_blocks([number]) for number in range(32)]
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda read: read.result(), reversed(reads)))
+        for write in writes:
+            write.result()
+        for one, expected in zip(found, reversed(data), strict=True):
+            np.testing.assert_array_equal(one, expected)
+        executor.close()
+
+
+def test_what_is_not_answered_fails_when_the_process_ends() -> None:
+    near, far = socket.socketpair()
+    server = threading.Thread(target=serve_executor, args=(ToyExecutor(4, 8, BLOCK), far))
+    server.start()
+    executor = RemoteExecutor(near)
+    far.shutdown(socket.SHUT_RDWR)
+    server.join()
+    with pytest.raises(EngineError, match="closed"):
+        executor.read_blocks([1]).result()
+    with pytest.raises(EngineError, match="closed"):
+        executor.measure()
+
+
+def test_garbage_ends_the_connection_and_closes_the_executor() -> None:
+    near, far = socket.socketpair()
+    closed = threading.Event()
+    executor = ToyExecutor(4, 8, BLOCK)
+    executor.close = closed.set  # type: ignore[method-assign]
+
+    def serve() -> None:
+        with pytest.raises(msgspec.DecodeError):
+            serve_executor(executor, far)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    near.sendall(HEADER.pack(5, 1, False) + b"\xc1garb")
+    server.join()
+    assert closed.is_set()
+    assert near.recv(1) == b""
 
 
 def test_a_process_that_ended_is_told() -> None:

@@ -110,7 +110,7 @@ def _replace_executor(llm: weft.LLM, options: dict[str, int], *, captured: bool)
     if not captured:
         executor.capture = lambda **options: None  # type: ignore[method-assign]
     memory = executor.measure()
-    assert memory.later > executor.untaken
+    assert memory.reserved > executor.untaken
     executor.allocate(KVSpec(executor.facts.layout, blocks))
     executor.warm_up()
     if not captured:
@@ -189,9 +189,9 @@ def test_the_largest_step_is_run_before_memory_is_given_away(
         sizes.append(len(token_ids))
         return forward(self, token_ids, attend)
 
-    def used(self: cuda_executor.CudaExecutor, kv: KVPool) -> None:
+    def used(self: cuda_executor.CudaExecutor, spec: KVSpec) -> None:
         before.append(len(sizes))
-        use(self, kv)
+        use(self, spec)
 
     class Legal(PlainPrefills):
         def __init__(self, kv: KVPool, tables: Tensor, *slices: NDArray[np.int64]) -> None:

@@ -1,4 +1,4 @@
-"""Draft: the unfinished plan, with all changes that the executor does not know yet."""
+"""Draft: the unfinished batch, with all changes that the executor does not know yet."""
 
 import numpy as np
 from numpy.typing import NDArray

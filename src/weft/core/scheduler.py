@@ -39,6 +39,7 @@ NO_ROWS: NDArray[np.bool_] = np.empty(0, np.bool_)
 NOBODY: frozenset[Request] = frozenset()
 SCREENING_SHARE = 0.06  # share of the tightest gap target that screening may take in one plan
 MOST_SCREENING = 0.0012  # seconds that screening may take in one plan
+MOST_INCOMING = 0.5  # share of all blocks that may be reserved for contents from elsewhere
 FEWEST_VISITS = 24  # queue entries that a plan may always visit for screening, however slow the host is
 
 
@@ -59,10 +60,10 @@ class Scheduler:
         wave: int = 0,
         before_reuse: BeforeReuse | None = None,
     ) -> None:
-        """`before_reuse` is called while a plan is made, with cached blocks that its batch will overwrite. Their
-        contents can still be copied: by a copy that is submitted to the executor before the batch."""
+        """`before_reuse` is called with cached blocks that will be overwritten: by the batch that is being planned, or
+        by a transfer (`expect_blocks`). Their contents can still be copied, by a copy that is submitted before that."""
         self.policy = policy
-        self.before_reuse = before_reuse
+        self._before_reuse = before_reuse
         self.wave = wave  # queries of a prefill slice that read the context together; 0: all queries
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -77,7 +78,7 @@ class Scheduler:
     def reset(self) -> None:
         """Drops everything that is queued, running, in flight or cached. Used after a step failed."""
         self.pool = BlockPool(self.num_blocks)
-        self.cache = PrefixCache(self.pool, self.enable_prefix_caching, self.before_reuse)
+        self.cache = PrefixCache(self.pool, self.enable_prefix_caching, self._before_reuse)
         self.incoming: list[NamedBlocks] = []  # blocks whose contents are on their way in; no request can use them
         self.slots = Slots(self.max_num_seqs)
         self.tenants = Tenants(self.max_num_seqs, self.num_blocks, self.tenant_weights)
@@ -165,19 +166,29 @@ class Scheduler:
             request.named = len(request.blocks)
 
     def expect_blocks(self, names: Sequence[Hashable]) -> NamedBlocks | None:
-        """Reserves blocks for contents that come from elsewhere. None if running requests leave no room for them."""
-        if not 0 < len(names) <= self._unclaimed(NOBODY):
+        """Reserves blocks for contents that come from elsewhere, without the first ones that are cached already.
+
+        None if running requests leave no room for them, or if more than MOST_INCOMING of all blocks would be reserved.
+        Ask `is_expected` on the loop's thread before each write to the blocks.
+        """
+        names = names[len(self.cache.match(names, 0, len(names))) :]
+        reserved = sum(len(one.blocks) for one in self.incoming) + len(names)
+        if len(names) > self._unclaimed(NOBODY) or reserved > MOST_INCOMING * self.num_blocks:
             return None
         expected = NamedBlocks(list(names), self.pool.allocate(len(names)))
         self.incoming.append(expected)
         return expected
+
+    def is_expected(self, expected: NamedBlocks) -> bool:
+        """Whether blocks are still reserved. After a reset they may belong to requests."""
+        return any(one is expected for one in self.incoming)
 
     def end_transfer(self, expected: NamedBlocks, *, arrived: bool) -> bool:
         """Puts blocks that have arrived into the prefix cache, or frees blocks that will not.
 
         Nothing may write to the blocks afterwards. Returns False if they are not expected any more, after a reset.
         """
-        if not any(one is expected for one in self.incoming):
+        if not self.is_expected(expected):
             return False
         self.incoming = [one for one in self.incoming if one is not expected]
         if arrived:
@@ -218,8 +229,8 @@ class Scheduler:
 
     def commit(self, batch: StepBatch, outcome: Outcome, started: float, finished: float) -> StepRecord:
         """Applies the outcome of the oldest batch in flight: progress, finished requests, blocks that became full."""
+        assert self.in_flight[0].batch.number == batch.number, "batches are committed in order"
         step = self.in_flight.popleft()
-        assert step.batch.number == batch.number, "batches are committed in order"
         batch, slots = step.batch, self.slots
         slots.in_flight[batch.slots] -= 1
         if outcome.accepted is None:
@@ -228,8 +239,9 @@ class Scheduler:
             self._accept(batch, outcome.accepted)
         for row in range(batch.num_decodes, len(step.requests)):
             _note_times(step.requests[row], bool(batch.samples[row]), started, finished)
+        sampled = batch.samples if outcome.accepted is None else batch.samples & (outcome.accepted > 0)
         if self.tenants.several:
-            for row in np.flatnonzero(batch.samples).tolist():
+            for row in np.flatnonzero(sampled).tolist():
                 _account(step.requests[row]).charge(OUTPUT_WEIGHT)
         for request in outcome.filled:
             if request.state is State.RUNNING:
@@ -254,7 +266,7 @@ class Scheduler:
             finished=finished,
             predicted=step.predicted,
             reason=step.reason,
-            decode_tokens=batch.num_decodes,
+            decode_tokens=int(np.count_nonzero(sampled[: batch.num_decodes])),
             prefill_tokens=batch.num_tokens - batch.num_decodes,
             cached_tokens=step.cached_tokens,
             preemptions=step.preemptions,
@@ -475,12 +487,14 @@ class Scheduler:
         return np.concatenate([decodes, held[self.slots.decoding[held]]]) if len(held) else decodes
 
     def _accept(self, batch: StepBatch, accepted: NDArray[np.int64]) -> None:
-        """Applies a result with fewer tokens than planned. The missing ones are planned again.
+        """Applies a result in which some decodes were left out. They are planned again.
 
         A later batch in flight has planned its rows behind tokens that do not exist. It is moved back as well; the
         executor, which knows the true positions, has done the same.
         """
         slots, missing = self.slots, batch.count - accepted
+        assert not missing[batch.num_decodes :].any(), "a prompt was left out, whose blocks others may share already"
+        assert batch.count[: batch.num_decodes].max(initial=1) == 1, "nothing plans several tokens for a decode yet"
         slots.computed[batch.slots] = batch.first + accepted
         slots.planned[batch.slots] -= missing
         slots.known[batch.slots] -= missing
@@ -515,7 +529,7 @@ class Scheduler:
         self._draft.prefilled.add(request)
         slots.planned[slot] = first + count
         # Insert the blocks into the prefix cache now, so that an equal prompt in the same step shares them. This is
-        # safe: executors run plans in order, and a forward pass writes all its keys and values before it reads any.
+        # safe: executors run batches in order, and a forward pass writes all its keys and values before it reads any.
         self._name_blocks(request, (first + count) // self.block_size)
         return count
 

@@ -14,7 +14,7 @@ from weft.engine.calibration import Calibration, calibrate, calibration_file, lo
 from weft.engine.cpu import prepare_cpu
 from weft.engine.engine import Engine, Promises
 from weft.engine.executor import DeviceMemory, Executor, ExecutorFacts
-from weft.engine.hashing import block_space
+from weft.engine.fingerprint import block_space
 from weft.engine.host import SubmitTimes, measure_host
 from weft.engine.loop import Loop
 from weft.engine.options import EngineOptions
@@ -88,7 +88,7 @@ def build_engine(
         promises=promises,
         grammars=Grammars(path, config.vocab_size, eos_ids),
         hidden_size=config.hidden_size,
-        block_space=block_space(path, options.load_format, executor.facts.dtypes, executor.facts.layout),
+        block_space=block_space(path, config, executor.facts, load_format=options.load_format, max_model_len=longest),
     )
 
 
@@ -133,7 +133,7 @@ def _prepare(options: EngineOptions, executor: Executor, longest: int, done: Cal
     _fit_context(options, longest, num_blocks)
     executor.allocate(KVSpec(facts.layout, num_blocks))
     done("KV cache")
-    with work_progress("capturing graphs", 1000, sys.stderr.isatty()) as advance:
+    with work_progress("capturing graphs", 1000, is_gpu and sys.stderr.isatty()) as advance:
         executor.warm_up(lambda ready, of: advance(1000 * ready // of))
     if is_gpu:
         done("graphs")
@@ -243,8 +243,8 @@ def _kv_memory(options: EngineOptions, device_type: str, memory: DeviceMemory) -
     wanted = options.kv_cache_memory_bytes
     if device_type == "cpu":
         return wanted or min(memory.free // 4, 8 << 30)
-    total, free, later = memory
-    most = max(0, free - later)
+    total, free, reserved = memory
+    most = max(0, free - reserved)
     if wanted is None:
         return min(most, max(0, int(total * options.gpu_memory_utilization) - (total - free)))
     if wanted > most:

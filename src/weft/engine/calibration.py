@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,6 @@ from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, S
 from weft.engine.params import SamplingParams
 from weft.engine.rehearsal import ACTS, BURSTS, FULL, LONE, rehearse
 from weft.errors import EngineError
-
-if TYPE_CHECKING:
-    pass
 
 FORMAT = 10  # version of the file; another version is measured again
 STEP_SHARE = 0.1  # of the measuring time: intended limit of one step
@@ -138,7 +135,7 @@ def calibrate(
     survey = _Survey(rig, facts.grain, facts.wave, seconds, progress)
     survey.explore()
     survey.repeat()
-    wake = 0.0 if facts.ahead else survey.wake()  # otherwise the device is a GPU, and its clock is not the host's
+    wake = 0.0 if facts.ahead else survey.wake()  # with `ahead` the device is a GPU, and its clock is not the host's
     survey.rig.finish()
     perform = partial(
         rehearse,

@@ -51,6 +51,8 @@ from weft.kv.spec import KVSpec
 from weft.models import CausalLM
 
 TORCH_PAGE = 2 << 20  # bytes: torch allocates GPU memory in multiples of this
+COPIED_BLOCKS = 16  # at a time, to or from the host
+COPY_TENSORS = 3  # as large as these blocks, while they are copied
 GRAPH_BYTES = 1 << 19  # driver memory per graph, outside torch's memory: 0.45 MiB with CUDA 13 on an H200
 
 
@@ -127,19 +129,21 @@ class CudaExecutor:
         grain = GRAIN if model.can_be_captured else 1
         self.facts = facts_of(model, device, block_size, ahead=True, grain=grain, wave=wave)
         self._returns = pinned(DEPTH, limits.max_num_seqs)
-        self._use(KVPool(KVSpec(self.facts.layout, 1), device))  # until `allocate`
+        self._use(KVSpec(self.facts.layout, 1))  # until `allocate`
 
     def measure(self) -> DeviceMemory:
         """Runs the largest step and captures the largest graphs first, so that memory cannot run out later."""
         self.rehearse()
         self.capture(largest=True)
         free, total = torch.cuda.mem_get_info(self.device)
-        later = self.untaken + self.facts.layout.block_bytes + TORCH_PAGE  # with the block that takes padding
-        return DeviceMemory(total, free, later)
+        each = self.facts.layout.block_bytes
+        blocks = 1 + COPY_TENSORS * COPIED_BLOCKS  # the first takes the writes of padding
+        reserved = self.untaken + blocks * each + TORCH_PAGE
+        return DeviceMemory(total, free, reserved)
 
     def allocate(self, spec: KVSpec) -> None:
         """Allocates the KV cache, with one more block: the last one takes the writes of padding."""
-        self._use(KVPool(spec._replace(num_blocks=spec.num_blocks + 1), self.device))
+        self._use(spec._replace(num_blocks=spec.num_blocks + 1))
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
         """Captures the graphs and takes the memory of the largest step."""
@@ -149,15 +153,16 @@ class CudaExecutor:
     def fill(self) -> None:
         self.kv.fill()
 
-    def _use(self, kv: KVPool) -> None:
-        """Switches to another pool. Frees the graphs captured for the previous pool."""
-        self.kv = kv
+    def _use(self, spec: KVSpec) -> None:
+        """Switches to another pool. Frees the previous pool first, and the graphs captured for it."""
         if self._flashinfer is not None:
             self._flashinfer.kept.forget()
         self._decodes.clear()
         self._draws.clear()
         self._mixed.clear()
+        self.kv = KVPool(spec._replace(num_blocks=0), self.device)
         torch.cuda.empty_cache()
+        self.kv = KVPool(spec, self.device)
 
     def close(self) -> None:
         try:
@@ -210,12 +215,19 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def read_blocks(self, blocks: Sequence[int]) -> "CudaRead":
-        found = self.kv.read_blocks(upload(np.array(blocks, np.int64), self.device))
-        return CudaRead(torch.empty(found.shape, dtype=torch.uint8, pin_memory=found.is_cuda), found)
+        host = torch.empty(
+            (len(blocks), self.facts.layout.block_bytes), dtype=torch.uint8, pin_memory=self.device.type == "cuda"
+        )
+        for chunk in _chunks(len(blocks)):
+            index = upload(np.array(blocks[chunk], np.int64), self.device)
+            host[chunk].copy_(self.kv.read_blocks(index), non_blocking=True)
+        return CudaRead(host)
 
     @torch.inference_mode()
     def write_blocks(self, blocks: Sequence[int], data: Bytes) -> "CudaWrite":
-        self.kv.write_blocks(upload(np.array(blocks, np.int64), self.device), upload(data, self.device))
+        for chunk in _chunks(len(blocks)):
+            index = upload(np.array(blocks[chunk], np.int64), self.device)
+            self.kv.write_blocks(index, upload(data[chunk], self.device))
         return CudaWrite()
 
     def _choose(self, pending: "CudaPending", batch: StepBatch, masks: StepMasks | None, *, is_drawn: bool) -> None:
@@ -553,8 +565,8 @@ class CudaPending:
 class CudaRead:
     """Blocks on their way to the host (a `PendingRead`)."""
 
-    def __init__(self, host: Tensor, found: Tensor) -> None:
-        self._host, self._ended = host.copy_(found, non_blocking=True), _event()
+    def __init__(self, host: Tensor) -> None:
+        self._host, self._ended = host, _event()
         self._ended.record()
 
     def result(self) -> Bytes:
@@ -572,6 +584,11 @@ class CudaWrite:
 
     def result(self) -> None:
         self._ended.synchronize()
+
+
+def _chunks(blocks: int) -> list[slice]:
+    """Parts of a copy of blocks. A copy of all at once would take as much device memory as the blocks."""
+    return [slice(begin, begin + COPIED_BLOCKS) for begin in range(0, blocks, COPIED_BLOCKS)]
 
 
 def _fitting(sizes: Iterable[int], count: int) -> int | None:

@@ -60,7 +60,7 @@ class Engine:
         self.promises = promises  # None: no targets
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size  # length of an embedding
-        self.block_space = block_space  # see hashing.py
+        self.block_space = block_space  # see fingerprint.py
         self.eos_ids = eos_ids
         self.max_model_len = max_model_len
         self._random = random.Random(seed)

@@ -1,7 +1,7 @@
 """The executor: a worker that runs steps, on a device, in another process or in virtual time. This is its protocol.
 
 Its life: `measure` the memory, `allocate` a KV cache, `warm_up`, `submit` steps and copy blocks, `close`. Everything
-that crosses this boundary is numbers, names and bytes; engine/wire.py can send all of it.
+that crosses this boundary is numbers, names and bytes, so that it can be sent (engine/wire.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class DeviceMemory(NamedTuple):
 
     total: int
     free: int  # for the KV cache and for what comes later, beside the weights and the largest step
-    later: int  # of `free`, what the executor itself allocates after the KV cache
+    reserved: int  # of `free`, what the executor itself allocates after the KV cache
 
 
 class PendingStep(Protocol):

@@ -1,27 +1,61 @@
-"""The fingerprint of a model's weights: a name that two processes agree on without comparing all numbers."""
+"""The block space of an engine: what KV blocks of equal tokens need in common to hold equal numbers."""
 
 import hashlib
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-SAMPLES = 16  # of each file
-SAMPLE_BYTES = 4096
+from weft.engine.executor import ExecutorFacts
+
+if TYPE_CHECKING:
+    from weft.models import ModelConfig
+
+DIGEST_BYTES = 16
+SAMPLE_BYTES = 1024  # of each tensor
 
 
-def fingerprint(path: Path, load_format: str) -> str:
-    """A digest of config.json and of the sizes and samples of all weight files. Random weights depend on the config.
+def block_space(
+    path: Path, config: "ModelConfig", facts: ExecutorFacts, *, load_format: str, max_model_len: int
+) -> bytes:
+    """A digest of the weights, the rotation of keys, the types of numbers and the layout of the KV cache.
 
-    It does not depend on the names of folders or on dates, so that copies of a model on other machines have the same.
+    Two processes that serve the same model in the same way have the same, on any machine. `max_model_len` changes the
+    frequencies of some rotary embeddings.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    from weft.models.rope import frequencies
+
+    rotations = [frequencies(rope, max_model_len).tolist() for rope in config.layer_ropes]
+    key = (fingerprint(path, load_format, facts.device_type), rotations, facts.dtypes, tuple(facts.layout))
+    return hashlib.blake2b(repr(key).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def fingerprint(path: Path, load_format: str, device_type: str) -> str:
+    """A digest of config.json and of a sample from the middle of each weight tensor that the model loads.
+
+    To read all weights would take minutes. Models that differ only outside of the samples have the same fingerprint; a
+    fine-tune changes most numbers of the tensors that it changes at all. Random weights depend on the kind of device.
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     digest.update((path / "config.json").read_bytes())
     if load_format == "dummy":
-        digest.update(b"dummy")
+        digest.update(f"dummy {device_type}".encode())
         return digest.hexdigest()
-    for file in sorted(path.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            for number in range(SAMPLES):
-                stream.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
-                digest.update(stream.read(SAMPLE_BYTES))
+    from weft.models.weights import Checkpoint
+
+    files = Checkpoint(path).files
+    headers = {file: _header(file) for file in set(files.values())}
+    for name in sorted(files):
+        start, tensors = headers[files[name]]
+        begin, end = tensors[name]["data_offsets"]
+        digest.update(f"{name} {tensors[name]['dtype']} {tensors[name]['shape']}".encode())
+        with files[name].open("rb") as stream:
+            stream.seek(start + max(begin, (begin + end - SAMPLE_BYTES) // 2))
+            digest.update(stream.read(min(SAMPLE_BYTES, end - begin)))
     return digest.hexdigest()
+
+
+def _header(file: Path) -> tuple[int, dict[str, dict[str, list[int]]]]:
+    """Where the tensors of a safetensors file start, and its header, which the loader has checked."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        return 8 + length, json.loads(stream.read(length))

@@ -115,7 +115,9 @@ class StepLoop(Generic[Event]):
         plan, pending, times = self._in_flight[0]
         assert plan.batch is not None, "only batches are in flight"
         with self._all_or_nothing():
-            filled = self.table.hash_filled(plan.batch)  # while the device computes: these may be many tokens
+            # While the device computes: these may be many tokens. The scheduler's batch has the true positions, if the
+            # step before was not accepted in full.
+            filled = self.table.hash_filled(self.scheduler.in_flight[0].batch)
         try:
             result = pending.result()  # Ctrl-C here loses nothing: the step stays in flight
         except Exception:

@@ -77,10 +77,11 @@ class MaskBuilder:
         wait(new, seconds)
         return True
 
-    def wait_for_first(self, seconds: float) -> None:
-        """Waits up to `seconds` until one of the pending masks is ready."""
+    def wait_for_first(self, seconds: float) -> bool:
+        """Waits up to `seconds` until one of the pending masks is ready. Returns False if none is pending."""
         if self._pending:
             wait(self._pending.values(), seconds, FIRST_COMPLETED)
+        return bool(self._pending)
 
     def collect(self) -> list[Stream]:
         """Streams with a mask that became ready since the last call."""

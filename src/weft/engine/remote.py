@@ -1,12 +1,18 @@
-"""An executor in another process, behind a socket: RemoteExecutor is the near end, `serve_executor` the far end.
+"""An executor in another process, behind a socket: RemoteExecutor is the client, `serve_executor` the server.
 
-Requests are answered in order. Steps run in the order of submission, as everywhere. Results that take long are waited
-for by a thread at the far end, so that the next step is received while one runs.
+Requests are numbered, and answers come in the order of the requests. Threads send and receive, so that an interrupt of
+the caller (Ctrl-C) leaves no half message, and results may be waited for in any thread.
+
+Both processes must trust each other: give the socket to nobody else. The times of steps are on the server's clock, so
+both must be on one machine. A server process should ignore SIGINT, which a terminal sends to all processes.
 """
 
+import contextlib
 import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -20,6 +26,9 @@ from weft.engine.executor import (
     DeviceMemory,
     Executor,
     ExecutorFacts,
+    PendingRead,
+    PendingStep,
+    PendingWrite,
     StepInputs,
     StepMasks,
     StepResult,
@@ -27,13 +36,14 @@ from weft.engine.executor import (
 from weft.errors import EngineError
 from weft.kv.spec import KVSpec
 
-LENGTH_BYTES = 8  # in front of every message: its length, the highest byte first
-DONE, FAILED = b"+", b"-"  # first byte of an answer; a result or the text of an error follows
-MOST = 1 << 34  # bytes of a message
+HEADER = struct.Struct(">QQ?")  # in front of every message: bytes that follow, number of the request, whether it failed
+MAX_MESSAGE_BYTES = 1 << 34
+COPIED = 1 << 16  # bytes; smaller messages are copied behind their header
+GONE = "the connection to the executor's process is closed"
 
 
-class Hello(msgspec.Struct, tag=True):
-    """Asks for the facts."""
+class GetFacts(msgspec.Struct, tag=True):
+    pass
 
 
 class Measure(msgspec.Struct, tag=True):
@@ -49,16 +59,9 @@ class WarmUp(msgspec.Struct, tag=True):
 
 
 class Submit(msgspec.Struct, tag=True):
-    """A step. The masks of its rows, if it has any, are in the message before."""
-
     batch: StepBatch
     inputs: StepInputs
-
-
-class Masks(msgspec.Struct, tag=True):
-    """Masks for rows of the next step. Has no answer."""
-
-    masks: StepMasks
+    masks: StepMasks | None
 
 
 class ReadBlocks(msgspec.Struct, tag=True):
@@ -78,7 +81,7 @@ class Close(msgspec.Struct, tag=True):
     pass
 
 
-Message = Hello | Measure | Allocate | WarmUp | Submit | Masks | ReadBlocks | WriteBlocks | Fill | Close
+Message = GetFacts | Measure | Allocate | WarmUp | Submit | ReadBlocks | WriteBlocks | Fill | Close
 
 
 class RemoteExecutor:
@@ -86,10 +89,19 @@ class RemoteExecutor:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._asked = 0
-        self._answers: dict[int, bytes] = {}  # by number of the request, until they are asked for
-        self._read = 0
-        self.facts: ExecutorFacts = self._ask(Hello(), ExecutorFacts).result()
+        self._lock = threading.Lock()  # for the two below
+        self._asked = 0  # requests so far
+        self._open: (
+            dict[int, tuple[Future[Any], Any]] | None
+        ) = {}  # by number, with the type of the result; None: closed
+        self._sending: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
+        threading.Thread(target=self._send, name="weft-remote-send", daemon=True).start()
+        threading.Thread(target=self._receive, name="weft-remote-receive", daemon=True).start()
+        try:
+            self.facts: ExecutorFacts = self._ask(GetFacts(), ExecutorFacts).result()
+        except BaseException:
+            self._end()
+            raise
 
     def measure(self) -> DeviceMemory:
         found: DeviceMemory = self._ask(Measure(), DeviceMemory).result()
@@ -99,18 +111,17 @@ class RemoteExecutor:
         self._ask(Allocate(spec), None).result()
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """`progress` is called at the end only."""
         self._ask(WarmUp(), None).result()
         progress(1, 1)
 
-    def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> "Answer":
-        if masks is not None:
-            _send(self._connection, wire.encode(Masks(masks)))
-        return self._ask(Submit(batch, inputs), StepResult)
+    def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> PendingStep:
+        return self._ask(Submit(batch, inputs, masks), StepResult)
 
-    def read_blocks(self, blocks: Sequence[int]) -> "Answer":
+    def read_blocks(self, blocks: Sequence[int]) -> PendingRead:
         return self._ask(ReadBlocks(list(blocks)), Bytes)
 
-    def write_blocks(self, blocks: Sequence[int], data: Bytes) -> "Answer":
+    def write_blocks(self, blocks: Sequence[int], data: Bytes) -> PendingWrite:
         return self._ask(WriteBlocks(list(blocks), data), None)
 
     def fill(self) -> None:
@@ -120,80 +131,93 @@ class RemoteExecutor:
         try:
             self._ask(Close(), None).result()
         finally:
-            self._connection.close()
+            self._end()
 
-    def _ask(self, message: Message, kind: Any) -> "Answer":
-        _send(self._connection, wire.encode(message))
-        self._asked += 1
-        return Answer(self, self._asked, kind)
+    def _ask(self, message: Message, kind: Any) -> "Future[Any]":
+        """Sends a request. Returns its result, which fails with an EngineError if the request does."""
+        data, found = wire.encode(message), Future[Any]()
+        with self._lock:
+            if self._open is None:
+                raise EngineError(GONE)
+            self._asked += 1
+            self._open[self._asked] = found, kind
+            self._sending.put((self._asked, data))
+        return found
 
-    def wait_for(self, number: int) -> bytes:
-        """The answer to a request, by its number. Answers that come before it are kept."""
-        while self._read < number:
-            data = _receive(self._connection)
-            if data is None:
-                raise EngineError("the executor's process ended")
-            self._read += 1
-            self._answers[self._read] = data
-        return self._answers.pop(number)
+    def _send(self) -> None:
+        while (item := self._sending.get()) is not None:
+            number, data = item
+            try:
+                _send(self._connection, number, data)
+            except OSError:
+                self._end()
 
+    def _receive(self) -> None:
+        try:
+            while (answer := _receive(self._connection)) is not None:
+                number, failed, data = answer
+                with self._lock:
+                    found, kind = (self._open or {}).pop(number, (None, None))
+                if found is None:  # no answer to anything that was asked
+                    break
+                try:
+                    if failed:
+                        raise EngineError(data.decode())
+                    found.set_result(wire.decode(data, kind))
+                except Exception as error:
+                    found.set_exception(error)
+        finally:
+            self._end()
 
-class Answer:
-    """The answer to a request, which may not be there yet."""
-
-    def __init__(self, executor: RemoteExecutor, number: int, kind: Any) -> None:
-        self._executor, self._number, self._kind = executor, number, kind
-        self._found: list[Any] = []
-
-    def result(self) -> Any:
-        """Waits for the answer. Raises an EngineError if the request failed or the other process has ended."""
-        if not self._found:
-            data = self._executor.wait_for(self._number)
-            failed = data[:1] == FAILED
-            self._found = [EngineError(data[1:].decode()) if failed else wire.decode(data[1:], self._kind)]
-        if isinstance(self._found[0], EngineError):
-            raise self._found[0]
-        return self._found[0]
+    def _end(self) -> None:
+        """Closes the connection. What is not answered fails."""
+        with self._lock:
+            left, self._open = self._open or {}, None
+        self._sending.put(None)
+        with contextlib.suppress(OSError):  # the other end may have been faster
+            self._connection.shutdown(socket.SHUT_RDWR)  # ends the threads
+        self._connection.close()
+        for found, _ in left.values():
+            found.set_exception(EngineError(GONE))
 
 
 def serve_executor(executor: Executor, connection: socket.socket) -> None:
-    """Runs what a RemoteExecutor asks for until it closes the executor or the connection."""
-    answers: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()  # in order; None: no more
+    """Runs what a RemoteExecutor asks for, until it closes the executor or the connection. Closes both at the end.
+
+    Results are waited for in a thread, so that the next step is received while one runs.
+    """
+    answers: SimpleQueue[tuple[int, Callable[[], Any]] | None] = SimpleQueue()  # in order; None: no more
     answering = threading.Thread(target=_answer, args=(answers, connection), daemon=True)
     answering.start()
-    masks: StepMasks | None = None
+    is_closed = False
     try:
-        while (data := _receive(connection)) is not None:
+        while not is_closed and (request := _receive(connection)) is not None:
+            number, _, data = request
             message = wire.decode(data, Message)
-            if isinstance(message, Masks):
-                masks = message.masks
-                continue
-            answers.put(_start(executor, message, masks))
-            masks = None
-            if isinstance(message, Close):
-                break
-        else:
-            executor.close()
+            answers.put((number, _start(executor, message)))
+            is_closed = isinstance(message, Close)
     finally:
         answers.put(None)
         answering.join()
+        if not is_closed:
+            executor.close()
         connection.close()
 
 
-def _start(executor: Executor, message: Message, masks: StepMasks | None) -> Callable[[], Any]:
+def _start(executor: Executor, message: Message) -> Callable[[], Any]:
     """Starts what a message asks for. Returns a function that waits for the result."""
     try:
         match message:
-            case Submit(batch, inputs):
+            case Submit(batch, inputs, masks):
                 return executor.submit(batch, inputs, masks).result
             case ReadBlocks(blocks):
                 return executor.read_blocks(blocks).result
             case WriteBlocks(blocks, data):
                 return executor.write_blocks(blocks, data).result
-            case Hello():
-                return partial(_same, executor.facts)
+            case GetFacts():
+                return partial(_result, executor.facts)
             case Measure():
-                return partial(_same, executor.measure())
+                return partial(_result, executor.measure())
             case Allocate(spec):
                 executor.allocate(spec)
             case WarmUp():
@@ -203,53 +227,60 @@ def _start(executor: Executor, message: Message, masks: StepMasks | None) -> Cal
             case Close():
                 executor.close()
     except Exception as error:
-        return partial(_raise, error)
-    return partial(_same, None)
+        return partial(_error, error)
+    return partial(_result, None)
 
 
-def _same(found: Any) -> Any:
+def _result(found: Any) -> Any:
     return found
 
 
-def _raise(error: Exception) -> None:
+def _error(error: Exception) -> None:
     raise error
 
 
-def _answer(answers: "SimpleQueue[Callable[[], Any] | None]", connection: socket.socket) -> None:
-    while (wait := answers.get()) is not None:
+def _answer(answers: "SimpleQueue[tuple[int, Callable[[], Any]] | None]", connection: socket.socket) -> None:
+    while (item := answers.get()) is not None:
+        number, wait = item
+        failed = False
         try:
-            data = DONE + wire.encode(wait())
+            data = wire.encode(wait())
         except Exception as error:
-            data = FAILED + f"{type(error).__name__}: {error}".encode()
-        try:
-            _send(connection, data)
-        except OSError:
-            return  # the other end has closed the connection
+            data, failed = f"{type(error).__name__}: {error}".encode(), True
+        with contextlib.suppress(OSError):  # if the client is gone, submitted steps must still be waited for
+            _send(connection, number, data, failed=failed)
 
 
-def _send(connection: socket.socket, data: bytes) -> None:
-    connection.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+def _send(connection: socket.socket, number: int, data: bytes, *, failed: bool = False) -> None:
+    head = HEADER.pack(len(data), number, failed)
+    if len(data) < COPIED:
+        connection.sendall(head + data)  # two packets would wait for each other
+    else:
+        connection.sendall(head)
+        connection.sendall(data)
 
 
-def _receive(connection: socket.socket) -> bytes | None:
-    """The next message, or None if the other end has closed the connection."""
-    head = _exactly(connection, LENGTH_BYTES)
+def _receive(connection: socket.socket) -> tuple[int, bool, bytearray] | None:
+    """Number, whether it failed, and contents of the next message; None if the connection is closed."""
+    head = _exactly(connection, HEADER.size)
     if head is None:
         return None
-    length = int.from_bytes(head, "big")
-    if length > MOST:
-        raise EngineError(f"a message of {length} bytes is above the limit of {MOST}")
-    return _exactly(connection, length)
+    length, number, failed = HEADER.unpack(head)
+    if length > MAX_MESSAGE_BYTES:
+        raise EngineError(f"a message of {length} bytes is above the limit of {MAX_MESSAGE_BYTES}")
+    data = _exactly(connection, length)
+    return None if data is None else (number, failed, data)
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes | None:
-    found = bytearray()
-    while len(found) < count:
+def _exactly(connection: socket.socket, count: int) -> bytearray | None:
+    found = bytearray(count)
+    view, filled = memoryview(found), 0
+    while filled < count:
         try:
-            part = connection.recv(min(count - len(found), 1 << 20))
+            part = connection.recv_into(view[filled:])
         except OSError:
             return None
         if not part:
             return None
-        found += part
-    return bytes(found)
+        filled += part
+    return found

@@ -49,7 +49,7 @@ class SimulatedExecutor:
 
     def measure(self) -> DeviceMemory:
         """Returns unlimited memory: a virtual KV cache takes none."""
-        return DeviceMemory(total=1 << 60, free=1 << 60, later=0)
+        return DeviceMemory(total=1 << 60, free=1 << 60, reserved=0)
 
     def allocate(self, spec: KVSpec) -> None:
         self._blocks.clear()

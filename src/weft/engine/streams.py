@@ -1,5 +1,6 @@
 """StreamTable: the running streams of a loop, with their token values. Turns results of steps into events."""
 
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,8 +54,9 @@ class StreamTable:
         return self._masks.wait_for_new(seconds)
 
     def wait_for_a_mask(self, seconds: float) -> None:
-        """Waits up to `seconds` until one of the pending masks is ready."""
-        self._masks.wait_for_first(seconds)
+        """Waits up to `seconds` until one of the pending masks is ready, or until a transfer may have ended."""
+        if not self._masks.wait_for_first(seconds) and self.scheduler.incoming:
+            time.sleep(seconds)
 
     def released(self) -> list[Request]:
         """Requests whose next mask became ready since the last call."""

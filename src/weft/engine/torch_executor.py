@@ -51,16 +51,19 @@ class TorchExecutor:
         self.kv = KVPool(KVSpec(self.facts.layout, 0), device)  # until `allocate`
         self.sampler = Sampler(slots, config.vocab_size, device)
         self.pooler = Pooler()
-        self._tables = torch.zeros((slots, -(-max_model_len // block_size)), dtype=torch.int64, device=device)
+        self._max_model_len = max_model_len
+        self._tables = torch.zeros((slots, 0), dtype=torch.int64, device=device)  # until `allocate`
         self._last_token = torch.zeros(slots, dtype=torch.int64, device=device)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-executor")
 
     def measure(self) -> DeviceMemory:
         free = available_memory()
-        return DeviceMemory(total=free, free=free, later=0)
+        return DeviceMemory(total=free, free=free, reserved=0)
 
     def allocate(self, spec: KVSpec) -> None:
         self.kv = KVPool(spec, self.device)
+        blocks = min(spec.num_blocks, -(-self._max_model_len // spec.layout.block_size))  # of the longest request
+        self._tables = self._tables.new_zeros((len(self._tables), blocks))
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
         """Does nothing: the first steps on a CPU take hardly longer than others."""

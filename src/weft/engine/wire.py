@@ -12,7 +12,7 @@ def encode(message: Any) -> bytes:
     return msgspec.msgpack.encode(message, enc_hook=_to_plain)
 
 
-def decode(data: bytes, kind: Any) -> Any:
+def decode(data: bytes | bytearray, kind: Any) -> Any:
     """Decodes a message of this type. Raises msgspec.ValidationError on anything else."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_plain)
 

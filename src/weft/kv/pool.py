@@ -42,7 +42,7 @@ class KVPool:
     def read_blocks(self, blocks: Tensor) -> Tensor:
         """The bytes of blocks: uint8 [blocks, block_bytes], each block in the order of KVLayout."""
         found = self.data.index_select(2, blocks).movedim(2, 0).contiguous()
-        return found.view(torch.uint8).view(len(blocks), -1)
+        return found.view(torch.uint8).view(len(blocks), self.spec.layout.block_bytes)
 
     def write_blocks(self, blocks: Tensor, data: Tensor) -> None:
         """Writes bytes from `read_blocks` into these blocks."""

@@ -87,8 +87,10 @@ class CausalLM(nn.Module):
         config, last = self.config, len(self.layers) - 1
         kinds: dict[object, int] = {}
         for index in range(1, last):
-            parameters = tuple((name, one.shape, one.dtype) for name, one in self.layers[index].named_parameters())
-            kinds.setdefault((config.layer_windows[index], config.layer_ropes[index], parameters), index)
+            layer = self.layers[index]
+            parameters = tuple((name, one.shape, one.dtype) for name, one in layer.named_parameters())
+            methods = tuple(type(one.method) for one in layer.modules() if isinstance(one, Linear))
+            kinds.setdefault((config.layer_windows[index], config.layer_ropes[index], parameters, methods), index)
         return sorted({0, *kinds.values(), last})
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -113,10 +115,6 @@ class CausalLM(nn.Module):
     def can_be_captured(self) -> bool:
         """Whether a forward pass never synchronises with the host. A mixture of experts does."""
         return not any(isinstance(module, SparseMLP) for module in self.modules())
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.embed_tokens.weight.is_cuda
 
     def fills(self) -> Iterator[Fill]:
         """Yields every parameter with its name in a Transformers 5 model, and its parts by their checkpoint names."""

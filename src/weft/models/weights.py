@@ -72,6 +72,11 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    @property
+    def files(self) -> dict[str, Path]:
+        """The file of each tensor."""
+        return self._files
+
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._file(self._files[name]).get_tensor(name)
         return tensor

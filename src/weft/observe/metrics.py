@@ -90,7 +90,7 @@ class ServerMetrics:
         return sum(engine.starved_steps for engine in self.engines.values())
 
     def started(self) -> None:
-        """Records an accepted request. `EngineMetrics.finished` is called for each of them, however it ends."""
+        """Records an accepted request. `EngineMetrics.finished` is called when it ends, unless it is refused."""
         self._started += 1
 
     def refused(self, reason: str) -> None:

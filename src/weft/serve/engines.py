@@ -18,9 +18,9 @@ from weft.serve.jobs import Prompt
 from weft.serve.messages import Facts, Orders
 
 # Facts that a request is checked against before an engine is chosen for it: all engines must have the same. Others are
-# measured (gap_target, min_gap_target), or depend on the memory that an engine found (num_blocks).
+# measured (gap_target, min_gap_target), or depend on the memory that an engine found (num_blocks, max_model_len).
 COMMON = (
-    *("max_model_len", "vocab_size", "hidden_size", "block_size", "max_num_seqs", "policy", "enable_prefix_caching"),
+    *("vocab_size", "hidden_size", "block_size", "max_num_seqs", "policy", "enable_prefix_caching", "block_space"),
     *("gap_source", "ttft_target", "ttft_target_per_1k", "ttft_source"),
 )
 STARVED_STEPS = 64  # after so many the operator is warned once that the gap target leaves prefills hardly any time
@@ -65,6 +65,7 @@ class Engines:
         """One engine for each one in `metrics`, all with the same orders."""
         self.changed = asyncio.Event()  # set when an engine becomes ready, or is given up
         self._metrics, self._log = metrics, log
+        self._first: tuple[str, Facts] | None = None  # the first engine that was ready; all must be like it
         several = len(metrics.engines) > 1
         self._router = router or (LeastLoaded() if several else OnlyEngine())
         self.handles = tuple(
@@ -90,9 +91,13 @@ class Engines:
         if len(known) < 2:
             return known[0] if known else None
         gaps = [facts.gap_target for facts in known if facts.gap_target is not None]
-        # The largest, so that a promise holds on every engine.
-        least = max(facts.min_gap_target for facts in known)
-        return msgspec.structs.replace(known[0], gap_target=max(gaps, default=None), min_gap_target=least)
+        # What every engine can serve, and can promise.
+        return msgspec.structs.replace(
+            known[0],
+            max_model_len=min(facts.max_model_len for facts in known),
+            gap_target=max(gaps, default=None),
+            min_gap_target=max(facts.min_gap_target for facts in known),
+        )
 
     @property
     def health(self) -> Health:
@@ -103,8 +108,12 @@ class Engines:
     @property
     def fatal(self) -> str | None:
         """Why no engine will be started again; None: one runs, or may be started."""
-        reasons = {handle.fatal: None for handle in self.handles}  # a dict: without repetition, in order
-        return None if None in reasons else "; ".join(filter(None, reasons))
+        reasons = [(handle.name, handle.fatal) for handle in self.handles if handle.fatal is not None]
+        if len(reasons) < len(self.handles):
+            return None
+        if len({reason for _, reason in reasons}) == 1:
+            return reasons[0][1]
+        return "; ".join(f"engine {name}: {reason}" for name, reason in reasons)
 
     @property
     def load(self) -> EngineLoad:
@@ -133,7 +142,7 @@ class Engines:
         await asyncio.gather(*(handle.close() for handle in self.handles))
 
     def choose(self, prompts: Sequence[Prompt] = ()) -> EngineHandle:
-        """The engine for a request: one that is ready. If none is, any: the request then gets its error there."""
+        """The engine for a request: one that is ready. If none is, any: the request gets its error there, or waits."""
         ready = [handle for handle in self.handles if handle.health is Health.READY]
         return self._router.choose(ready or self.handles, prompts)
 
@@ -152,9 +161,9 @@ class Engines:
             self._log(STARVED)
 
     def _ready(self, name: str, metrics: EngineMetrics, facts: Facts) -> str | None:
-        for other in self.handles:
-            if other.name != name and other.facts is not None and (reason := _difference(facts, other.facts)):
-                return f"its {reason} in engine {other.name}"
+        self._first = self._first or (name, facts)
+        if reason := _difference(facts, self._first[1]):
+            return f"its {reason} in engine {self._first[0]}"
         metrics.ready(facts.block_size, facts.num_blocks)
         self.changed.set()
         return None

@@ -81,6 +81,7 @@ class Facts(msgspec.Struct, frozen=True):
     # The calibration that the engine started with, in the format of `weft simulate --profile`; None: not calibrated.
     profile: dict[str, Any] | None = None
     hidden_size: int = 0  # dimensions of an embedding
+    block_space: str = ""  # equal for engines with equal weights and layouts; see engine/fingerprint.py
 
     @property
     def has_targets(self) -> bool:

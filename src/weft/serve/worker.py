@@ -121,6 +121,7 @@ def facts_of(engine: Engine, options: dict[str, Any]) -> Facts:
         calibration_quality="" if promises is None else promises.calibration.quality,
         profile=profile,
         hidden_size=engine.hidden_size,
+        block_space=engine.block_space.hex(),
     )
 
 
