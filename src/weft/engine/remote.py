@@ -91,9 +91,8 @@ class RemoteExecutor:
         self._connection = connection
         self._lock = threading.Lock()  # for the two below
         self._asked = 0  # requests so far
-        self._open: (
-            dict[int, tuple[Future[Any], Any]] | None
-        ) = {}  # by number, with the type of the result; None: closed
+        # Requests without an answer, by number, with the type of the result. None: the connection is closed.
+        self._open: dict[int, tuple[Future[Any], Any]] | None = {}
         self._sending: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
         threading.Thread(target=self._send, name="weft-remote-send", daemon=True).start()
         threading.Thread(target=self._receive, name="weft-remote-receive", daemon=True).start()
