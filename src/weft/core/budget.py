@@ -60,8 +60,8 @@ class Budget(Protocol):
 
     def take(self, first: int, count: int) -> None: ...
 
-    def tighten(self, seconds: float) -> None:
-        """Asks for the step to end within `seconds`: it gives a first token that is due then."""
+    def tighten(self, seconds: float, *, is_promised: bool) -> None:
+        """Asks for the step to end within `seconds`: it gives a first token that is due then, promised or not."""
         ...
 
     def limit_batch(self) -> None:
@@ -154,7 +154,13 @@ class UpToTheGap:
         # If a default target is relaxed, the relaxed step time replaces it as the gap.
         gap = min(beside.gap, seconds * self.cost.margin) if beside.has_target else math.inf
         return TimeBudget(
-            self.cost, load.shape, seconds, self.tokens - load.shape.decodes, gap, self._batch_step(beside, load.shape)
+            self.cost,
+            load.shape,
+            seconds,
+            self.tokens - load.shape.decodes,
+            gap,
+            self._batch_step(beside, load.shape),
+            self._yielding_step(self.cost, beside),
         )
 
     def _batch_step(self, beside: Beside, shape: StepShape) -> float:
@@ -236,7 +242,7 @@ class TokenBudget:
     def take(self, first: int, count: int) -> None:
         self.tokens -= count
 
-    def tighten(self, seconds: float) -> None:
+    def tighten(self, seconds: float, *, is_promised: bool) -> None:
         pass
 
     def limit_batch(self) -> None:
@@ -271,13 +277,16 @@ class TimeBudget:
         tokens: int,
         gap: float,
         batch_seconds: float = math.inf,
+        yielding: float = 0.0,
     ) -> None:
+        """`yielding`: seconds to which default targets may shorten the step."""
         self.cost = cost
         self.shape = shape
         self.seconds = seconds
         self.tokens = tokens
         self.gap = gap
         self.batch_seconds = batch_seconds
+        self.yielding = yielding
         self.idle = gap == math.inf
         self.reason = "no gap target" if self.idle else "gap target"
 
@@ -304,8 +313,12 @@ class TimeBudget:
         self.shape = self.cost.coefficients.with_slice(self.shape, first, count)
         self.tokens -= count
 
-    def tighten(self, seconds: float) -> None:
-        self.seconds = min(self.seconds, seconds / self.cost.margin)
+    def tighten(self, seconds: float, *, is_promised: bool) -> None:
+        limit = seconds / self.cost.margin
+        if not is_promised:
+            # If many first tokens are late, one in each step would be all that is read, and all would be later still.
+            limit = max(limit, self.yielding)
+        self.seconds = min(self.seconds, limit)
         if self.idle:  # such a step may be long, but a first token must not wait for other prompts
             self.seconds = min(self.seconds, 2 * self.cost.predict(self.shape))
 

@@ -361,7 +361,7 @@ class Scheduler:
                 continue
             _account(request).unserved_since = load.start
             if request.first_token is None and self.slots.planned[request.slot] == self.slots.known[request.slot]:
-                budget.tighten(request.due - load.start)
+                budget.tighten(request.due - load.start, is_promised=request.deadline < math.inf)
         return budget.reason
 
     def _budget(self, load: StepLoad) -> Budget:
