@@ -1,4 +1,4 @@
-"""Default targets on a machine that is much slower than its calibration says: prompts are late, and must not get later."""
+"""Default targets on a machine that is much slower than its calibration says: late prompts must not get later."""
 
 import numpy as np
 import pytest

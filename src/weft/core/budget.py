@@ -1,6 +1,8 @@
 """Budgets: how much prefill a step may carry besides its decodes, in tokens or in seconds of predicted time."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from weft.core.cost import CostModel, StepShape, slice_reach
@@ -160,7 +162,7 @@ class UpToTheGap:
             self.tokens - load.shape.decodes,
             gap,
             self._batch_step(beside, load.shape),
-            self._yielding_step(self.cost, beside),
+            partial(self._yielding_step, self.cost, beside),
         )
 
     def _batch_step(self, beside: Beside, shape: StepShape) -> float:
@@ -277,9 +279,9 @@ class TimeBudget:
         tokens: int,
         gap: float,
         batch_seconds: float = math.inf,
-        yielding: float = 0.0,
+        yielding: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`yielding`: seconds to which default targets may shorten the step."""
+        """`yielding` returns the seconds to which default targets may shorten the step. Few steps need to know."""
         self.cost = cost
         self.shape = shape
         self.seconds = seconds
@@ -317,7 +319,7 @@ class TimeBudget:
         limit = seconds / self.cost.margin
         if not is_promised:
             # If many first tokens are late, one in each step would be all that is read, and all would be later still.
-            limit = max(limit, self.yielding)
+            limit = max(limit, self.yielding())
         self.seconds = min(self.seconds, limit)
         if self.idle:  # such a step may be long, but a first token must not wait for other prompts
             self.seconds = min(self.seconds, 2 * self.cost.predict(self.shape))

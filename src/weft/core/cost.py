@@ -55,12 +55,15 @@ def slice_reach(first: int, count: int, wave: int) -> float:
 
 def step_shape(decodes: NDArray[np.int64], slices: Sequence[tuple[int, int]], wave: int) -> StepShape:
     """The shape of a step: positions of its decodes' first tokens, and (first, count) of its prefill slices."""
+    context = int(decodes.sum()) + len(decodes)
+    if not slices:  # most steps
+        return decodes_alone(len(decodes), context)
     return StepShape(
         tokens=len(decodes) + sum(count for _, count in slices),
         pairs=sum(slice_pairs(first, count) for first, count in slices),
         slices=len(slices),
         decodes=len(decodes),
-        context=int(decodes.sum()) + len(decodes),
+        context=context,
         reach=sum(slice_reach(first, count, wave) for first, count in slices),
     )
 

@@ -225,7 +225,7 @@ class Scheduler:
         self._last_predicted = step.predicted or 0.0
         self._device_free = load.start + self._last_predicted
         self._is_idle = False
-        return Plan(step.batch, self._reach_limit(step.batch), joined, self._refused)
+        return Plan(step.batch, step.last, joined, self._refused)
 
     def commit(self, batch: StepBatch, outcome: Outcome, started: float, finished: float) -> StepRecord:
         """Applies the outcome of the oldest batch in flight: progress, finished requests, blocks that became full."""
@@ -887,7 +887,8 @@ class Scheduler:
             first = np.concatenate([first, ints([first for _, first, _ in prefills])])
             count[num_decodes:] = [count for _, _, count in prefills]
             samples = first + count == slots.known[rows]
-        slots.known[rows] += samples
+        known = slots.known[rows] + samples
+        slots.known[rows] = known
         if slots.constrained.any():  # held until the loop has the token and the next mask
             slots.held[rows] |= samples & slots.constrained[rows]
         slots.in_flight[rows] += 1
@@ -906,13 +907,8 @@ class Scheduler:
             preemptions=draft.preemptions,
             lost_tokens=draft.lost_tokens,
             starved=bool(self._prefilling or self.queue) and self.policy.allowance.starves(load),
+            last=samples & (known >= slots.limit[rows]),
         )
-
-    def _reach_limit(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Rows of a new batch whose token reaches the request's limit."""
-        slots = self.slots
-        reached: NDArray[np.bool_] = batch.samples & (slots.known[batch.slots] >= slots.limit[batch.slots])
-        return reached
 
     def _occupant(self, slot: int) -> Request:
         request = self.slots.occupant[slot]

@@ -19,7 +19,7 @@ class BlockUpdates(NamedTuple):
     blocks: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take a microsecond a step
 class StepBatch:
     """One forward pass, as numbers only: an executor in another process runs it as well.
 
@@ -46,12 +46,12 @@ class Plan(NamedTuple):
     """What `Scheduler.plan` returns."""
 
     batch: StepBatch | None  # None: nothing to run
-    last: NDArray[np.bool_]  # rows of the batch whose token may reach the request's limit
+    last: NDArray[np.bool_]  # by row of the batch: whether its token may reach the request's limit
     joined: list[Request]  # requests that got a slot since the last batch
     refused: list[Request]  # requests that this plan has refused, because their targets cannot be met
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannedStep:
     """What the scheduler keeps of a batch until it is committed. It never leaves core."""
 
@@ -63,6 +63,7 @@ class PlannedStep:
     preemptions: int
     lost_tokens: int  # computed or cached tokens of the preempted requests
     starved: bool  # a promised gap leaves prefills less than a quarter of the pace that `chunked` would give
+    last: NDArray[np.bool_]  # see Plan
 
     def slices(self) -> "Iterator[Slice]":
         batch = self.batch

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from weft.core import HostTimes, Outcome, Plan, Request, Scheduler, StepBatch, StepRecord
@@ -41,6 +41,22 @@ class _InFlight(NamedTuple):
     times: HostTimes  # without the commit, which comes later
 
 
+class _AllOrNothing:
+    """Calls `fail` if the body is interrupted by an error or Ctrl-C: its state may be half-updated.
+
+    A class, because a generator would take three times as long, and every step enters it three times."""
+
+    def __init__(self, fail: Callable[[], None]) -> None:
+        self._fail = fail
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is not None:
+            self._fail()
+
+
 class StepLoop(Generic[Event]):
     """Drives one scheduler and one executor. `depth` steps (0 or 1) are in flight while the next is planned."""
 
@@ -62,6 +78,7 @@ class StepLoop(Generic[Event]):
         self.on_record = on_record
         self._in_flight: deque[_InFlight] = deque()
         self._held: list[Event] = []  # returned by the next `step`
+        self._all_or_nothing = _AllOrNothing(self._fail)
         self.last_seconds = 0.0  # device time of the last step
         self._left_at: float | None = None  # when the last `step` call returned; None: there was no work left
 
@@ -80,7 +97,7 @@ class StepLoop(Generic[Event]):
         outside = 0.0 if self._left_at is None else began - self._left_at
         if self.table.wait_for_new_masks(MASK_SHARE * self.last_seconds if self._in_flight else 0.0):
             began = self.clock()  # waiting does not count as host time
-        with self._all_or_nothing():
+        with self._all_or_nothing:
             for request in self.table.released():
                 self.scheduler.release(request)
             plan = self.scheduler.plan(began)
@@ -114,7 +131,7 @@ class StepLoop(Generic[Event]):
     def _take_in(self) -> list[Event]:
         plan, pending, times = self._in_flight[0]
         assert plan.batch is not None, "only batches are in flight"
-        with self._all_or_nothing():
+        with self._all_or_nothing:
             # While the device computes: these may be many tokens. The scheduler's batch has the true positions, if the
             # step before was not accepted in full.
             filled = self.table.hash_filled(self.scheduler.in_flight[0].batch)
@@ -124,7 +141,7 @@ class StepLoop(Generic[Event]):
             self._fail()
             raise
         began = self.clock()
-        with self._all_or_nothing():
+        with self._all_or_nothing:
             self._in_flight.popleft()
             outcome = Outcome(filled=filled, accepted=result.accepted)
             self.last_seconds = result.finished - result.started
@@ -134,15 +151,6 @@ class StepLoop(Generic[Event]):
             self.on_record(record)
             self.table.forget(outcome.finished)
         return events
-
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Calls `_fail` if the body is interrupted by an error or Ctrl-C: its state may be half-updated."""
-        try:
-            yield
-        except BaseException:
-            self._fail()
-            raise
 
     def _fail(self) -> None:
         """Ends every request with "error" and resets the scheduler. The contents of all blocks are forgotten."""
