@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from weft.load.ask import Ask
-from weft.load.client import Client, Reply
-from weft.load.drive import drive
+from weft.bench.http.ask import Ask
+from weft.bench.http.client import Client, Reply
+from weft.bench.http.drive import drive
 
 LEAD = 3.0  # seconds until all processes have started
 RETRY_FOR = 600.0  # seconds for which a refused request is sent again

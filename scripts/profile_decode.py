@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from weft.bench.latency import SETTLE, open_decodes
-from weft.bench.shapes import subject
+from weft.bench.engine.latency import SETTLE, open_decodes
+from weft.bench.engine.shapes import subject
 from weft.engine.engine import Engine
 from weft.engine.options import EngineOptions
 

@@ -23,9 +23,8 @@ ALLOWED = {
     "llm": {"engine", "hub", "text", "models", "progress"},
     "observe": {"core"},
     "serve": {"core", "llm", "engine", "observe", "text"},
-    "bench": {"core", "engine", "models", "sim"},
-    "load": {"sim", "text"},
-    "cli": {"core", "llm", "serve", "engine", "sim", "bench", "load", "progress"},
+    "bench": {"core", "engine", "models", "sim", "text"},
+    "cli": {"core", "llm", "serve", "engine", "sim", "bench", "progress"},
 }
 
 
@@ -48,6 +47,13 @@ def test_imports_point_one_way() -> None:
         for path in modules(part):
             inside = {name.split(".")[1] for name in imports(path) if name.startswith("weft.")}
             assert inside <= allowed | {part, "errors", "files"}, f"{path.relative_to(ROOT)} imports {inside}"
+
+
+def test_measuring_over_http_needs_no_engine() -> None:
+    for path in modules("bench/http"):
+        inside = {name for name in imports(path) if name.startswith("weft.")}
+        allowed = ("weft.bench.http.", "weft.sim.", "weft.text.", "weft.errors", "weft.files")
+        assert all(name.startswith(allowed) for name in inside), f"{path.name} imports {inside}"
 
 
 def test_every_folder_is_in_the_table() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from weft.bench.http.rate_search import highest, middle_rates
 from weft.cli import main
 from weft.cli.estimate import in_words
-from weft.load.sweep import highest, middle_rates
 
 NOWHERE = "http://127.0.0.1:1"  # no server can be here
 VARIANTS = ("--variant", f"a: {NOWHERE}", "--variant", f"b: {NOWHERE}")

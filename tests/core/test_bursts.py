@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from weft.bench.scheduler import measure_burst
+from weft.bench.engine.scheduler import measure_burst
 from weft.core import CostModel, HostCost, Outcome, Request, Scheduler, Source, slo
 from weft.core.budget import Beside
 from weft.core.forecast import GROUPS

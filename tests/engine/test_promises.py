@@ -8,7 +8,7 @@ import pytest
 
 import weft
 from tests.engine.tiny import tiny_directory
-from weft.bench.virtual import virtual_engine
+from weft.bench.engine.virtual import virtual_engine
 from weft.core import Coefficients, Source
 from weft.engine import build
 from weft.engine.calibration import Calibration

@@ -14,7 +14,7 @@ import weft
 from tests.engine.tiny import write_letters
 from tests.models import tiny
 from weft import SamplingParams, StructuredOutputs
-from weft.bench.shapes import shape_directory
+from weft.bench.engine.shapes import shape_directory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

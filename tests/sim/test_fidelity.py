@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from tests.smooth import SMOOTH
-from weft.bench.others import Others, Ticks
-from weft.bench.replay import replay
-from weft.bench.virtual import virtual_engine
+from weft.bench.engine.others import Others, Ticks
+from weft.bench.engine.replay import replay
+from weft.bench.engine.virtual import virtual_engine
+from weft.bench.http.client import Reply
+from weft.bench.http.replay import served_of, token_prompts
 from weft.core import Targets
 from weft.engine.build import MOST_SPREAD
 from weft.engine.engine import Promises
 from weft.engine.simulated import VirtualClock
 from weft.errors import OptionError
-from weft.load.client import Reply
-from weft.load.replay import served_of, token_prompts
 from weft.sim import fidelity, profiles
 from weft.sim.compare import kept_promises, report
 from weft.sim.simulator import Played, Truth

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.bench.interference import Interference
+from weft.bench.engine.interference import Interference
 from weft.errors import OptionError
 
 COLOURS = {"monolithic": "#c2410c", "chunked": "#a1a1aa", "slo": "#1d4ed8"}

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from weft.cli import fidelity, interference, latency, load, offline, ratesweep, streams, versus
+from weft.cli import fidelity, interference, latency, load, offline, rate_search, streams, versus
 from weft.errors import OptionError
 
 SIZES = (1, 64, 256, 1024, 4096)
@@ -35,7 +35,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     scheduler.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     scheduler.set_defaults(run=run_scheduler)
     load.register(kinds)
-    ratesweep.register(kinds)
+    rate_search.register(kinds)
     versus.register(kinds)
     offline.register(kinds)
     latency.register(kinds)
@@ -47,7 +47,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 def run_scheduler(arguments: argparse.Namespace) -> int:
     from statistics import median
 
-    from weft.bench.scheduler import STEPS, bare_loop, measure, measure_burst
+    from weft.bench.engine.scheduler import STEPS, bare_loop, measure, measure_burst
     from weft.progress import work_progress
 
     if arguments.repeats < 1:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.shapes import shape_directory
+from weft.bench.engine.shapes import shape_directory
 from weft.cli.estimate import in_words, tell_estimate
 from weft.cli.options import add_engine_arguments, engine_options
 from weft.cli.shapes import SHAPE_HELP

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft import __version__
-from weft.bench.others import Others
-from weft.bench.shapes import shape_directory
+from weft.bench.engine.others import Others
+from weft.bench.engine.shapes import shape_directory
 from weft.cli.estimate import SERVER_START, in_words, tell_estimate
 from weft.cli.load import api_key, check_folders, new_words, write_json
 from weft.cli.options import add_engine_arguments, engine_options, serve_arguments
@@ -191,9 +191,9 @@ def _subject(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
         with _embedded(arguments, policy) as found:
             yield found
         return
-    from weft.load.fast_loop import on_fast_loop
-    from weft.load.replay import replay, server_info
-    from weft.load.variants import Variant, running
+    from weft.bench.http.fast_loop import on_fast_loop
+    from weft.bench.http.replay import replay, server_info
+    from weft.bench.http.variants import Variant, running
 
     command = [sys.executable, "-m", "weft", "serve", "--port", "{port}", *serve_arguments(_engine(arguments, policy))]
     key = api_key(arguments) if arguments.url is not None else os.environ.get("WEFT_API_KEY", "").partition(",")[0]
@@ -217,10 +217,10 @@ def _subject(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
 def _embedded(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
     import msgspec
 
-    from weft.bench.replay import replay
-    from weft.bench.shapes import closing_engine
+    from weft.bench.engine.replay import replay
+    from weft.bench.engine.shapes import closing_engine
+    from weft.bench.http.replay import token_prompts
     from weft.llm import resolve_model_path
-    from weft.load.replay import token_prompts
     from weft.progress import work_progress
     from weft.serve.worker import facts_of
 

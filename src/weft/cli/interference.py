@@ -21,9 +21,9 @@ from weft.engine.options import check_milliseconds
 from weft.errors import OptionError
 
 if TYPE_CHECKING:
-    from weft.bench.interference import Interference
+    from weft.bench.engine.interference import Interference
+    from weft.bench.http.interference import Seen
     from weft.engine.engine import Engine
-    from weft.load.interference import Seen
 
 PROFILE = "h200-llama-3-8b"
 SIMULATED_PROMPT = 60_000  # tokens
@@ -169,11 +169,11 @@ async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
     """Performs all runs and appends each to `seen`."""
     import time
 
-    from weft.bench.interference import Scenario
-    from weft.load.client import Client
-    from weft.load.interference import interfere
-    from weft.load.prompts import Atoms, make_asks
-    from weft.load.workload import Wish
+    from weft.bench.engine.interference import Scenario
+    from weft.bench.http.client import Client
+    from weft.bench.http.interference import interfere
+    from weft.bench.http.prompts import Atoms, make_asks
+    from weft.bench.http.workload import Wish
 
     scenario = Scenario()
     tokens = arguments.prompt_tokens or scenario.prompt_tokens
@@ -217,7 +217,7 @@ def _print_medians(seen: "list[Seen]") -> None:
 
 def _share(seen: "Seen", target: float) -> float:
     """`Interference.within` for a run against a server. `target` is in seconds."""
-    from weft.bench.interference import Interference
+    from weft.bench.engine.interference import Interference
 
     run = Interference("", target, seen.before, seen.during, seen.times, 0, seen.read, seen.ttfts)
     return run.within(REAL_FACTOR)
@@ -239,8 +239,8 @@ def _seen_row(url: str, target_ms: float | None, seen: "Seen") -> dict[str, Any]
 
 
 def _simulated(name: str, bias: float, noise: float) -> "list[Interference]":
-    from weft.bench.interference import POLICIES, Scenario, measure
-    from weft.bench.virtual import virtual_engine
+    from weft.bench.engine.interference import POLICIES, Scenario, measure
+    from weft.bench.engine.virtual import virtual_engine
     from weft.sim.profiles import load_profile
     from weft.sim.simulator import Truth
 
@@ -254,7 +254,7 @@ def _simulated(name: str, bias: float, noise: float) -> "list[Interference]":
 
 def _real(arguments: argparse.Namespace) -> "list[Interference]":
     """Runs slo several times, and each other policy once, for comparison."""
-    from weft.bench.interference import GPU_SCENARIO, POLICIES, Scenario, measure
+    from weft.bench.engine.interference import GPU_SCENARIO, POLICIES, Scenario, measure
     from weft.progress import work_progress
 
     scenario = Scenario() if arguments.shape is None else GPU_SCENARIO
@@ -286,7 +286,7 @@ def _engine(arguments: argparse.Namespace) -> "Iterator[Engine]":
         with LLM(arguments.model, **target) as llm:
             yield llm.engine
         return
-    from weft.bench.shapes import closing_engine, shape_directory
+    from weft.bench.engine.shapes import closing_engine, shape_directory
     from weft.engine.options import EngineOptions
 
     options = EngineOptions.of(

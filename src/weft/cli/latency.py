@@ -4,9 +4,9 @@ import argparse
 import json
 from dataclasses import asdict, replace
 
-from weft.bench.latency import SAMPLING, decode_obstacle, measure_decode, measure_prefill, prefill_obstacle
-from weft.bench.limits import measure_ceilings
-from weft.bench.shapes import subject
+from weft.bench.engine.latency import SAMPLING, decode_obstacle, measure_decode, measure_prefill, prefill_obstacle
+from weft.bench.engine.limits import measure_ceilings
+from weft.bench.engine.shapes import subject
 from weft.cli.shapes import (
     add_shape_arguments,
     at_least_one,

@@ -20,12 +20,12 @@ from weft.errors import EngineError, OptionError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from weft.load.ask import Ask
-    from weft.load.client import Client
-    from weft.load.drive import Run
-    from weft.load.figures import Goals
-    from weft.load.prompts import Count
-    from weft.load.workload import Wish
+    from weft.bench.http.ask import Ask
+    from weft.bench.http.client import Client
+    from weft.bench.http.drive import Run
+    from weft.bench.http.figures import Goals
+    from weft.bench.http.prompts import Count
+    from weft.bench.http.workload import Wish
 
 R = TypeVar("R")
 SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
@@ -171,8 +171,8 @@ def measured(arguments: argparse.Namespace, url: str, words: int) -> dict[str, A
 
     `arguments` must come from `settled`. `words` is a seed of the prompts' words; it does not change lengths or times.
     """
-    from weft.load.fast_loop import on_fast_loop
-    from weft.load.figures import Goals
+    from weft.bench.http.fast_loop import on_fast_loop
+    from weft.bench.http.figures import Goals
 
     goals = Goals.parse(arguments.goodput) if arguments.goodput else None
     client, run = on_fast_loop(_measure(arguments, url, words))
@@ -244,9 +244,9 @@ def _check(arguments: argparse.Namespace) -> None:
 
 async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tuple[Client, Run]":
     """Sends all requests. Returns the client and the run; after a Ctrl-C, the run has the results so far."""
-    from weft.load.client import Client
-    from weft.load.drive import Run, drive
-    from weft.load.live import live_view
+    from weft.bench.http.client import Client
+    from weft.bench.http.drive import Run, drive
+    from weft.bench.http.live import live_view
 
     run = Run()
     options = {"endpoint": arguments.endpoint, "key": api_key(arguments), "temperature": arguments.temperature}
@@ -295,8 +295,8 @@ def _interrupting(task: "asyncio.Task[Run]") -> Any:
 
 async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> "tuple[Sequence[Ask], int]":
     """The requests to send, and the number of requests left out because they are too long for the model."""
-    from weft.load.prompts import Atoms, Endless, counted, make_asks
-    from weft.load.workload import cut
+    from weft.bench.http.prompts import Atoms, Endless, counted, make_asks
+    from weft.bench.http.workload import cut
 
     count, seed = _counter(arguments, client), arguments.seed + 1_000_003 * words
     wishes, left_out = _wishes(arguments), None
@@ -341,7 +341,7 @@ def _wishes(arguments: argparse.Namespace) -> "list[Wish]":
     """The wishes: lengths or texts, with times. Given texts (ShareGPT) have no lengths yet."""
     import numpy as np
 
-    from weft.load import workload
+    from weft.bench.http import workload
 
     random = np.random.default_rng(arguments.seed)
     if arguments.trace is not None:
@@ -382,7 +382,7 @@ def _note_few(file: Path, known: int, wanted: int) -> None:
 
 
 def _counter(arguments: argparse.Namespace, client: "Client") -> "Count":
-    from weft.load.prompts import local_count
+    from weft.bench.http.prompts import local_count
 
     if arguments.tokenizer is None:
         return client.count
@@ -403,7 +403,7 @@ async def _context(client: "Client") -> int | None:
 def _figures(
     run: "Run", arguments: argparse.Namespace, url: str, client: "Client", goals: "Goals | None"
 ) -> dict[str, Any]:
-    from weft.load.figures import DEFINITIONS, Window, figures
+    from weft.bench.http.figures import DEFINITIONS, Window, figures
 
     about = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
@@ -443,7 +443,7 @@ def _timing(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show_caveats(found: dict[str, Any], beside: str = "") -> None:
     """Prints the caveats of a run. `beside` is a prefix that names the run."""
-    from weft.load.figures import caveats
+    from weft.bench.http.figures import caveats
 
     for caveat in caveats(found):
         print(f"note: {beside}{caveat}")
@@ -537,7 +537,7 @@ def _number(value: float) -> float | None:
 
 
 def write_html(file: Path, runs: "Sequence[tuple[str, dict[str, Any]]]", title: str) -> None:
-    from weft.load.report import html_report
+    from weft.bench.http.report import html_report
 
     _write(file, html_report(runs, title))
 

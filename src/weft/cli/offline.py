@@ -4,9 +4,9 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from weft.bench.limits import H200_COPY, measure_copy
-from weft.bench.offline import WORKLOADS, measure
-from weft.bench.shapes import subject
+from weft.bench.engine.limits import H200_COPY, measure_copy
+from weft.bench.engine.offline import WORKLOADS, measure
+from weft.bench.engine.shapes import subject
 from weft.cli.shapes import add_shape_arguments, at_least_one, described, print_subject, shape_options, write_json
 from weft.errors import OptionError
 from weft.progress import work_progress

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from weft.bench.shapes import SHAPES, Subject, chosen_device
+from weft.bench.engine.shapes import SHAPES, Subject, chosen_device
 from weft.engine.options import EngineOptions
 from weft.errors import EngineError, OptionError
 

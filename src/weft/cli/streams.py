@@ -27,7 +27,7 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from weft.bench.streams import measure
+    from weft.bench.http.streams import measure
     from weft.progress import work_progress
 
     for name in ("streams", "max_tokens"):

@@ -64,8 +64,8 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 
 def run_ab(arguments: argparse.Namespace) -> int:
-    from weft.load.variants import parse_variants, running
-    from weft.load.versus import turns
+    from weft.bench.http.variants import parse_variants, running
+    from weft.bench.http.versus import turns
 
     check_folders(arguments)
     arguments = settled(arguments)
@@ -95,7 +95,7 @@ def run_ab(arguments: argparse.Namespace) -> int:
         runs[name].append(found)
     _show(runs)
     if arguments.json is not None:
-        from weft.load.versus import comparison
+        from weft.bench.http.versus import comparison
 
         whole = min(map(len, runs.values()))
         told = comparison({name: found[:whole] for name, found in runs.items()}) if whole else {}
@@ -146,7 +146,7 @@ def _note_differences(runs: dict[str, dict[str, Any]]) -> None:
 
 def _show(runs: dict[str, list[dict[str, Any]]]) -> None:
     """Prints medians, and the ratios of the other variants to the first."""
-    from weft.load.versus import COMPARED, comparison, medians
+    from weft.bench.http.versus import COMPARED, comparison, medians
 
     whole = min(map(len, runs.values()))
     if not whole:

@@ -1,0 +1,1 @@
+"""Measures an engine from inside, in the same process."""

@@ -1,0 +1,147 @@
+"""Drive: sends all requests of a run, each when it is due (open loop) or as fast as answers arrive (closed loop)."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from weft.bench.http.ask import Ask
+from weft.bench.http.client import Client, Reply
+
+LEAST_WAIT, MOST_WAIT = 0.05, 30.0  # limits, in seconds, on the server's Retry-After
+EARLY = 1e-4  # seconds by which a request may be sent too early
+
+
+@dataclass
+class Run:
+    """The state of a run, during and after it. Times are seconds from its start."""
+
+    replies: list[Reply] = field(default_factory=list)  # in order of completion
+    sent: int = 0
+    planned: int | None = None  # None: as many as the time allows
+    seconds: float = 0.0  # until the last answer, or until the interruption
+    was_interrupted: bool = False
+    left_out: int = 0  # requests longer than the model's context; not counted in `planned`
+    unanswered: dict[int, float] = field(default_factory=dict)  # due times of requests without an answer, by number
+
+    @property
+    def in_flight(self) -> int:
+        return self.sent - len(self.replies)
+
+
+class _Places:
+    """A semaphore for requests in flight that records when each place became free.
+
+    The time from then until the next request wakes up is client lag.
+    """
+
+    def __init__(self, count: int, now: Callable[[], float]) -> None:
+        self._gate = asyncio.Semaphore(count)
+        self._now = now
+        self._free_since = deque([-math.inf] * count)
+
+    async def take(self) -> float:
+        """Waits for a place. Returns since when it was free; the place that was free longest is taken first."""
+        await self._gate.acquire()
+        return self._free_since.popleft()
+
+    def leave(self) -> None:
+        self._free_since.append(self._now())
+        self._gate.release()
+
+
+async def drive(
+    client: Client,
+    asks: Sequence[Ask],
+    *,
+    concurrency: int | None = None,
+    open_loop: bool = True,
+    duration: float = math.inf,
+    retry_for: float = 0.0,
+    run: Run | None = None,
+    progress: Callable[[], None] = lambda: None,
+    start: float | None = None,
+) -> Run:
+    """Sends the requests and waits for all answers. `duration` limits the time in which requests are sent.
+
+    Open loop: a request is due at its time, however slow the server is. So a stall of the server shows in the latency
+    of every request that arrives meanwhile. `concurrency` limits the requests in flight; a request that waits for a
+    place is measured from its due time. Closed loop: a request is due when one of `concurrency` users has its previous
+    answer, or at the start.
+
+    A request that is refused (429 or 503) with a Retry-After is sent again after that time, for at most `retry_for`
+    seconds from its first due time, and within `duration`. The reply is that of the last attempt, and so are all its
+    times, because each attempt is a separate request for the server. The request keeps its place among `concurrency`
+    meanwhile.
+
+    `start` is the run's start on the client's clock (default: now). If cancelled, `run` keeps the results so far.
+    """
+    run = Run() if run is None else run
+    run.planned = len(asks) if open_loop or duration == math.inf else None
+    clock = client.clock
+    start = clock() if start is None else start
+    tasks: set[asyncio.Task[None]] = set()
+    places = _Places(min(concurrency, len(asks)), lambda: clock() - start) if concurrency is not None else None
+    begun = 0  # requests with a task: sent, or waiting for a place
+
+    async def one(ask: Ask, number: int, due: float) -> None:
+        free = max(due, await places.take()) if places is not None and open_loop else due
+        try:
+            run.sent += 1
+            reply = await _answer(client, ask, number, start, due, min(due + retry_for, duration))
+            reply.free = free
+            run.replies.append(reply)
+            del run.unanswered[number]
+            progress()
+        finally:
+            if places is not None:
+                places.leave()
+
+    try:
+        for number, ask in enumerate(asks):
+            if open_loop:
+                if ask.at > duration:
+                    break
+                while (wait := ask.at - (clock() - start)) > EARLY:  # a sleep may end early
+                    await asyncio.sleep(wait)
+                due = ask.at
+            else:
+                assert places is not None, "a closed loop needs a number of users"
+                due = max(0.0, await places.take())
+                if due > duration:
+                    break
+            run.unanswered[number] = due
+            begun = number + 1
+            task = asyncio.create_task(one(ask, number, due))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        while tasks:
+            await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        run.was_interrupted = True
+        if open_loop:  # a late client may not have started all requests that were due
+            now = min(clock() - start, duration)
+            run.unanswered |= {number: ask.at for number, ask in enumerate(asks) if number >= begun and ask.at <= now}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    finally:
+        run.seconds = clock() - start
+    return run
+
+
+async def _answer(client: Client, ask: Ask, number: int, start: float, due: float, until: float) -> Reply:
+    """The reply to the last attempt. No attempt begins after `until`, in seconds from the start of the run."""
+    reply = await client.send(ask, number, start, due)
+    while reply.retry_after is not None:
+        again = reply.end + min(max(reply.retry_after, LEAST_WAIT), MOST_WAIT)
+        if again > until:
+            break
+        while (wait := again - (client.clock() - start)) > EARLY:
+            await asyncio.sleep(wait)
+        retries = reply.retries + 1
+        reply = await client.send(ask, number, start, again)
+        reply.retries, reply.retry_wait = retries, again - due
+    return reply
