@@ -187,7 +187,7 @@ def test_a_request_that_is_preempted_without_a_mask_waits_for_it(depth: int, gat
     for stream in (old, young):
         loop.add(stream)
     while len(young.output) < 2:
-        # A thread that is late with young's masks would let old run ahead, and young be preempted before the gate is shut.
+        # A late thread with young's masks would let old run ahead, and young be preempted before the gate is shut.
         wait(loop.table._masks._pending.values())
         loop.step()
     gate.shut()
