@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from weft.cli import make_parser
-from weft.serve.gate import OPEN_PATHS
-from weft.serve.openapi import description
+from weft.serve.http.middleware import OPEN_PATHS
+from weft.serve.protocols.openapi import openapi_document
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -62,7 +62,7 @@ def test_a_health_check(file: Path) -> None:
     port, path = re.findall(r"http://127\.0\.0\.1:(\d+)(/[a-z]+)'", code)[0]
     assert port == dict(instructions(file))["EXPOSE"]
     assert path in OPEN_PATHS, "it has no key"
-    assert path in description(with_keys=True)["paths"]
+    assert path in openapi_document(with_keys=True)["paths"]
 
 
 def test_what_an_image_installs_is_what_weft_needs() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weft.serve.messages import Orders
+from weft.serve.engines.messages import EngineProcessConfig
 
 NO_TORCH = """\
 import sys
@@ -45,9 +45,9 @@ def test_an_engine_process_that_cannot_start_ends_while_its_parent_lives(unusabl
     """Its standard input stays open meanwhile, and a thread reads it."""
     pulse = tmp_path / "pulse"
     pulse.write_bytes(bytes(24))
-    orders = Orders(f"ipc://{tmp_path}/socket", str(unusable), (), {}, pulse=str(pulse))
+    orders = EngineProcessConfig(f"ipc://{tmp_path}/socket", str(unusable), (), {}, pulse=str(pulse))
     process = subprocess.Popen(
-        [sys.executable, "-m", "weft.serve.worker"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "weft.serve.engines.engine_main"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdin is not None
     assert process.stderr is not None

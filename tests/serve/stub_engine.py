@@ -17,22 +17,22 @@ import zmq
 
 from weft.core import Source
 from weft.observe.engine_metrics import EngineStep
-from weft.serve.messages import (
-    Abort,
-    End,
-    Facts,
-    Fatal,
-    News,
-    Orders,
-    Ready,
-    ResetCache,
-    Submit,
+from weft.serve.engines.heartbeat import Heartbeat
+from weft.serve.engines.messages import (
+    AbortSequences,
+    AddRequest,
+    EngineFailed,
+    EngineInfo,
+    EngineProcessConfig,
+    EngineReady,
+    ResetPrefixCache,
+    SequenceEnd,
+    StepOutputs,
     decode_for_engine,
     encode,
 )
-from weft.serve.pulse import Pulse
 
-FACTS = Facts(
+FACTS = EngineInfo(
     max_model_len=100,
     vocab_size=1000,
     block_size=16,
@@ -66,8 +66,8 @@ class Stubs:
         patch.setattr(sys, "executable", str(command))
 
     @property
-    def orders(self) -> Orders:
-        return Orders("", str(self.folder), (), {"max_queued_requests": 2})
+    def orders(self) -> EngineProcessConfig:
+        return EngineProcessConfig("", str(self.folder), (), {"max_queued_requests": 2})
 
     def sent(self, pid: int | None) -> list[str]:
         """The messages to one process: their kinds and the prompts or keys in them."""
@@ -87,15 +87,15 @@ def taken_script(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
-    Pulse(Path(orders.pulse)).start()
+    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
+    Heartbeat(Path(orders.pulse)).start()
     socket = zmq.Context.instance().socket(zmq.PAIR)
     socket.connect(orders.address)
     script = taken_script(Path(orders.path))
     if "fatal" in script:
-        socket.send(encode(Fatal(script["fatal"])))
+        socket.send(encode(EngineFailed(script["fatal"])))
     else:
-        socket.send(encode(Ready(msgspec.structs.replace(FACTS, **script))))
+        socket.send(encode(EngineReady(msgspec.structs.replace(FACTS, **script))))
     log, poller, running, taken = Path(orders.path) / f"{os.getpid()}.sent", zmq.Poller(), 0, 0
     poller.register(socket, zmq.POLLIN)
     poller.register(0, zmq.POLLIN)  # end of file: the parent wants this process to end
@@ -105,21 +105,21 @@ def main() -> None:
         message = decode_for_engine(socket.recv())
         ends = []
         match message:
-            case Submit():
+            case AddRequest():
                 tokens = [int(token) for token in np.frombuffer(message.prompt, np.int32)]
                 line, taken = f"submit {tokens}", taken + message.params.n
                 if tokens[0] == HOLD:
                     running += message.params.n
                 else:
-                    ends = [End(message.key, tokens[0], "stop", 0.0, 0, None)]
-            case Abort(keys):
+                    ends = [SequenceEnd(message.key, tokens[0], "stop", 0.0, 0, None)]
+            case AbortSequences(keys):
                 line, running = f"abort {keys}", running - len(keys)
-            case ResetCache():
+            case ResetPrefixCache():
                 line = "reset"
         with log.open("a") as file:
             file.write(f"{line}\n")
         step = EngineStep(0.0, 0.0, None, 0, 0, 0, 0, 0, running, 0, 0, 10, taken=taken)
-        socket.send(encode(News([], [], [], ends, {}, [], step)))
+        socket.send(encode(StepOutputs([], [], [], ends, {}, [], step)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from anthropic import Anthropic
 
 from tests.serve.running import RunningServer
-from weft.serve.anthropic import MessagesBody, as_chat
+from weft.serve.protocols.anthropic_bodies import MessagesBody, as_chat
 from weft.text.chat import ChatTemplate
 
 PATH, COUNT, MODEL = "/v1/messages", "/v1/messages/count_tokens", "weft-default"

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import RequestError
-from weft.serve.background import EventLog, Running
+from weft.serve.endpoints.background_response import BackgroundResponse, EventLog
+from weft.serve.endpoints.response_generator import CLIENT_DISCONNECTED, ClientDisconnected
+from weft.serve.endpoints.response_store import ResponseStore, StoredResponse
+from weft.serve.endpoints.stored_responses import ResponsesEndpoints, follow
+from weft.serve.engines.submitted_request import SubmittedRequest
 from weft.serve.errors import ApiError
-from weft.serve.infer import GONE, Gone
-from weft.serve.jobs import Job
-from weft.serve.log import Sparing
-from weft.serve.response_store import ResponseStore, Stored
-from weft.serve.responses import ResponsesBody, ResponsesFormat
-from weft.serve.stored_responses import StoredResponses, follow
+from weft.serve.log_limits import LogRateLimit
+from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter
 
 
 def event(number: int, size: int = 0) -> bytes:
@@ -87,21 +87,21 @@ def test_a_follower_that_is_too_slow_is_let_go() -> None:
         followed(log, 0, lambda: None)
 
 
-Result = tuple[Stored, list[str]]
+Result = tuple[StoredResponse, list[str]]
 
 
 def run(work: Callable[..., Awaitable[None]], streams: bool = False, **bounds: int) -> Result:
     """How a response ends that does this work, and what was called on the way."""
 
     async def scenario() -> Result:
-        format = ResponsesFormat("resp_1", "model", None, ResponsesBody(input="x"))
+        format = ResponsesFormatter("resp_1", "model", None, ResponsesBody(input="x"))
         format.is_background = format.is_stored = True
         logged: list[str] = []
-        stored = StoredResponses(None, Sparing(logged.append), 10**6, is_on=True)  # type: ignore[arg-type]
+        stored = ResponsesEndpoints(None, LogRateLimit(logged.append), 10**6, is_on=True)  # type: ignore[arg-type]
         stored.store = ResponseStore(lambda: 0.0, **bounds)
         admission, left = ExitStack(), []
         admission.callback(lambda: left.append("left"))
-        running = Running("key", format, b'[{"role":"user"}]', streams)
+        running = BackgroundResponse("key", format, b'[{"role":"user"}]', streams)
         stored.start(running, work, admission)
         await asyncio.wait_for(running.ended.wait(), 5)
         assert left == ["left"], "it does not count among those that run any more"
@@ -121,7 +121,7 @@ def run(work: Callable[..., Awaitable[None]], streams: bool = False, **bounds: i
         (ApiError(503, "it died", code="engine_died"), "failed", "server_error", False),
         (RequestError("no room for this"), "failed", "server_error", False),
         (ZeroDivisionError("a secret"), "failed", "server_error", True),
-        (Gone(), "cancelled", None, False),
+        (ClientDisconnected(), "cancelled", None, False),
     ],
 )
 def test_how_it_ends(error: Exception, status: str, code: str | None, logs: bool, streams: bool) -> None:
@@ -154,11 +154,13 @@ def test_cancelling_before_there_is_a_job() -> None:
     """As while the call is on its way to the engine."""
 
     async def scenario() -> None:
-        running = Running("key", ResponsesFormat("resp_1", "model", None, ResponsesBody(input="x")), b"[]", False)
+        running = BackgroundResponse(
+            "key", ResponsesFormatter("resp_1", "model", None, ResponsesBody(input="x")), b"[]", False
+        )
         running.cancel()
-        job = Job()
+        job = SubmittedRequest()
         running.tell(job)
         (update,) = await asyncio.wait_for(job.news(), 5)
-        assert update.lost == GONE
+        assert update.lost == CLIENT_DISCONNECTED
 
     asyncio.run(scenario())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.serve.running import RunningServer
-from weft.serve.origins import Origins
+from weft.serve.http.cors import AllowedOrigins
 
 BODY = b'{"prompt": "x", "max_tokens": 1}'
 LOCAL = (b"http://localhost", b"http://localhost:3000", b"http://127.0.0.1", b"http://127.0.0.1:65535")
@@ -103,7 +103,7 @@ def test_it_can_be_switched_off(closed: RunningServer, origin: bytes) -> None:
 
 
 def test_named_origins_take_the_place_of_the_default() -> None:
-    named = Origins(("https://chat.example.org",))
+    named = AllowedOrigins(("https://chat.example.org",))
     assert named.open_to(b"https://chat.example.org") == b"https://chat.example.org"
     assert named.open_to(b"http://localhost:3000") is None
-    assert Origins(("*",)).open_to(b"https://chat.example.org") == b"*"
+    assert AllowedOrigins(("*",)).open_to(b"https://chat.example.org") == b"*"

@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weft.serve.response_store import OVERHEAD, ResponseStore, Stored
+from weft.serve.endpoints.response_store import OVERHEAD, ResponseStore, StoredResponse
 
 
-def response(id: str, size: int = 0) -> Stored:
+def response(id: str, size: int = 0) -> StoredResponse:
     """One whose texts have `size` bytes."""
-    return Stored(id, b"x" * (size // 2), b"x" * (size - size // 2), b"")
+    return StoredResponse(id, b"x" * (size // 2), b"x" * (size - size // 2), b"")
 
 
 def test_what_is_stored_is_found_by_its_own_key_alone() -> None:
@@ -51,7 +51,7 @@ def test_one_that_is_too_large_displaces_nothing() -> None:
 
 
 def test_events_count_too() -> None:
-    assert Stored("a", b"1", b"2", b"3", events=(b"45", b"6")).size == OVERHEAD + 6
+    assert StoredResponse("a", b"1", b"2", b"3", events=(b"45", b"6")).size == OVERHEAD + 6
 
 
 def test_time_to_live() -> None:
@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
         self.store = ResponseStore(
             lambda: self.now, self.most, self.most_bytes, most_each=OVERHEAD + 1000, time_to_live=100
         )
-        self.put: list[tuple[str, float, Stored]] = []
+        self.put: list[tuple[str, float, StoredResponse]] = []
         self.removed: set[str] = set()
 
     @rule(tenant=st.sampled_from("xyz"), size=st.integers(0, 1200))

@@ -14,7 +14,7 @@ import pytest
 from tests.serve.running import RunningServer, eventually
 from weft.errors import OptionError
 from weft.llm import DEFAULT_MODEL
-from weft.serve.settings import ServeOptions
+from weft.serve.options import ServeOptions
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 # Shows how it was given the content: as text, or as a list of parts.

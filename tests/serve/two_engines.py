@@ -3,8 +3,8 @@
 import sys
 
 from weft.engine.options import EngineOptions
+from weft.serve.options import ServeOptions
 from weft.serve.server import serve
-from weft.serve.settings import ServeOptions
 
 if __name__ == "__main__":
     options = EngineOptions.of(policy="chunked", max_num_seqs=16, kv_cache_memory_bytes=64 << 20)

@@ -222,11 +222,11 @@ def _embedded(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
     from weft.bench.http.replay import token_prompts
     from weft.llm import resolve_model_path
     from weft.progress import work_progress
-    from weft.serve.worker import facts_of
+    from weft.serve.engines.engine_main import engine_info_of
 
     options = EngineOptions.of(**engine_options(_engine(arguments, policy)))
     with closing_engine(options, resolve_model_path(options.model)) as engine:
-        facts = msgspec.to_builtins(facts_of(engine, asdict(options)))
+        facts = msgspec.to_builtins(engine_info_of(engine, asdict(options)))
 
         def play(trace: "Trace", words: int) -> "Served":
             warm, prompts = token_prompts(trace, facts["vocab_size"], words)

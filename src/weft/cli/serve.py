@@ -161,8 +161,8 @@ def _add_transport(add: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.misread is not None:
         raise arguments.misread
+    from weft.serve.options import ServeOptions
     from weft.serve.server import serve
-    from weft.serve.settings import ServeOptions
 
     names = {field.name for field in fields(ServeOptions)}
     given = {name: value for name, value in vars(arguments).items() if name in names}

@@ -20,27 +20,34 @@ from weft.errors import RequestError
 from weft.observe.engine_metrics import RequestDone
 from weft.observe.metrics import CONTENT_TYPE, ServerMetrics
 from weft.observe.tracing import RequestSpan, Tracer
-from weft.serve.anthropic import MessagesBody, message
-from weft.serve.background import Work
-from weft.serve.calls import Caller, Desk, new_request_id
-from weft.serve.embeddings import EmbeddedBody, EmbeddingsBody, RerankBody, ScoreBody
-from weft.serve.engine_handle import Health
-from weft.serve.engines import Engines
+from weft.serve.endpoints.background_response import RunRequest
+from weft.serve.endpoints.response_generator import (
+    Canceller,
+    ClientDisconnected,
+    DisconnectWatcher,
+    ParsedRequest,
+    finite,
+    respond,
+)
+from weft.serve.endpoints.stored_responses import CreateResponse, ResponsesEndpoints
+from weft.serve.endpoints.token_endpoints import TokenEndpoints
+from weft.serve.engines.engine_client import EngineHealth
+from weft.serve.engines.engine_pool import EnginePool
+from weft.serve.engines.messages import EngineInfo, clock
 from weft.serve.errors import ApiError, of_json, of_request
-from weft.serve.fields import ChatBody, CompletionBody, wanted
-from weft.serve.gate import Bodies, Gate, Keys, Limits, answer, request_ids
-from weft.serve.infer import Call, Gone, Presence, Watcher, finite, respond
-from weft.serve.known import HEADER as IGNORED_HEADER
-from weft.serve.known import NAMES, ignored, told
-from weft.serve.log import Sparing, Unknown
-from weft.serve.messages import Facts, clock
-from weft.serve.openapi import description
-from weft.serve.parsing import QUICK, parse_all
-from weft.serve.responses import ResponsesBody
-from weft.serve.settings import ServeOptions
-from weft.serve.stored_responses import Session, StoredResponses
-from weft.serve.token_endpoints import TokenEndpoints
-from weft.serve.turns import Turns
+from weft.serve.http.json_body import QUICK, parse_all
+from weft.serve.http.middleware import ApiKeys, ApiMiddleware, BodyReader, RateLimits, request_id_headers, send_json
+from weft.serve.http.request_pacer import RequestPacer
+from weft.serve.log_limits import LogRateLimit, UnknownFieldLog
+from weft.serve.options import ServeOptions
+from weft.serve.protocols.anthropic_bodies import MessagesBody, message
+from weft.serve.protocols.embeddings import EmbeddingsBody, PoolingBody, RerankBody, ScoreBody
+from weft.serve.protocols.openai_bodies import ChatBody, CompletionBody, latency_targets
+from weft.serve.protocols.openapi import openapi_document
+from weft.serve.protocols.responses import ResponsesBody
+from weft.serve.protocols.unsupported_fields import HEADER as IGNORED_HEADER
+from weft.serve.protocols.unsupported_fields import NAMES, header_value, unknown_fields
+from weft.serve.requests.request_parser import RequestContext, RequestParser, new_request_id
 
 B = TypeVar("B")
 NO_RESPONSE = "the engine process does not respond; it is replaced if it stays so"
@@ -48,32 +55,32 @@ Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 @dataclass
-class Server:
+class ApiServer:
     """The state that all requests share, and the endpoint handlers."""
 
     options: ServeOptions
     engine_options: EngineOptions
     names: tuple[str, ...]  # of the model; answers carry the first one
-    desk: Desk
-    engines: Engines
+    desk: RequestParser
+    engines: EnginePool
     metrics: ServerMetrics
     tracer: Tracer | None
-    limits: Limits
-    bodies: Bodies
+    limits: RateLimits
+    bodies: BodyReader
     created: int  # seconds since the epoch
     draining: bool = False
     active: int = 0  # running inference requests
     collector: Collector = field(default_factory=Collector)
-    turns: Turns = field(default_factory=Turns)
-    log: Sparing = field(default_factory=Sparing)
-    unknown: Unknown = field(default_factory=Unknown)
+    turns: RequestPacer = field(default_factory=RequestPacer)
+    log: LogRateLimit = field(default_factory=LogRateLimit)
+    unknown: UnknownFieldLog = field(default_factory=UnknownFieldLog)
     resets: Counter[str] = field(default_factory=Counter)  # number of prefix cache resets, by tenant
     quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and no request is active
-    stored: StoredResponses = field(init=False)
+    stored: ResponsesEndpoints = field(init=False)
     tokens: TokenEndpoints = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stored = StoredResponses(self.desk, self.log, self.bodies.most, is_on=self.options.response_store)
+        self.stored = ResponsesEndpoints(self.desk, self.log, self.bodies.most, is_on=self.options.response_store)
         self.tokens = TokenEndpoints(self)
 
     def drain(self) -> None:
@@ -107,9 +114,9 @@ class Server:
 
         # Only the router: Starlette's middleware would turn errors into pages before the Gate sees them.
         inner = Router(routes=routes, lifespan=lifespan, redirect_slashes=False)
-        return Gate(
+        return ApiMiddleware(
             inner,
-            Keys(self.options.api_key),
+            ApiKeys(self.options.api_key),
             self.metrics,
             self.log,
             [route.path for route in routes],
@@ -167,7 +174,7 @@ class Server:
         await self._infer(scope, receive, send, ChatBody, self.desk.chat)
 
     async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session = Session(self.stored, scope["tenant"], receive, send)
+        session = CreateResponse(self.stored, scope["tenant"], receive, send)
         await self._infer(scope, receive, session.send, ResponsesBody, session.check, session.detach)
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -188,8 +195,8 @@ class Server:
         receive: Receive,
         send: Send,
         kind: type[B],
-        check: Callable[[B, Caller, Facts], Coroutine[Any, Any, Call]],
-        detach: Callable[[Call, Work, ExitStack], Awaitable[None]] | None = None,
+        check: Callable[[B, RequestContext, EngineInfo], Coroutine[Any, Any, ParsedRequest]],
+        detach: Callable[[ParsedRequest, RunRequest, ExitStack], Awaitable[None]] | None = None,
     ) -> None:
         """Handles one inference request from the body to the last byte.
 
@@ -207,10 +214,12 @@ class Server:
             try:
                 self.engines.choose().check_queue()  # before the body is read
                 data = await self.bodies.read(scope, receive)
-                there = admission.enter_context(closing(Presence(receive)))
-                caller = Caller(tenant, self._salt(tenant), wanted(headers), arrival, new_request_id(), len(data))
+                there = admission.enter_context(closing(DisconnectWatcher(receive)))
+                caller = RequestContext(
+                    tenant, self._salt(tenant), latency_targets(headers), arrival, new_request_id(), len(data)
+                )
                 body, call = await there.during(self._read(data, kind, check, caller, facts))
-                call.headers += request_ids(scope)
+                call.headers += request_id_headers(scope)
                 self.metrics.started()
                 work = partial(self._respond, call, body, scope)
                 if call.is_background and detach is not None:
@@ -218,7 +227,7 @@ class Server:
                     await detach(call, work, admission)
                 else:
                     await work(there, send)
-            except Gone:
+            except ClientDisconnected:
                 self.metrics.disconnected()
             except ConnectionResetError:
                 self.metrics.disconnected()
@@ -239,7 +248,7 @@ class Server:
                     if self.draining:
                         self.quiet.set()
 
-    async def _respond(self, call: Call, body: Any, scope: Scope, there: Watcher, send: Send) -> None:
+    async def _respond(self, call: ParsedRequest, body: Any, scope: Scope, there: Canceller, send: Send) -> None:
         exchange = await respond(call, self.engines, self.metrics, there, send)
         self._trace(exchange.done, call, body, scope)
 
@@ -247,21 +256,21 @@ class Server:
         self,
         data: bytes,
         kind: type[B],
-        check: Callable[[B, Caller, Facts], Coroutine[Any, Any, Call]],
-        caller: Caller,
-        facts: Facts,
-    ) -> tuple[B, Call]:
+        check: Callable[[B, RequestContext, EngineInfo], Coroutine[Any, Any, ParsedRequest]],
+        caller: RequestContext,
+        facts: EngineInfo,
+    ) -> tuple[B, ParsedRequest]:
         await self.turns.wait()
         body, others = await self._parse_all(data, kind)
         self.check_model(body.model)  # type: ignore[attr-defined]
-        names = ignored(others) if others else []
+        names = unknown_fields(others) if others else []
         call = await check(body, caller, facts)
         if names:
             self.unknown.note(names)
-            call.headers.append((IGNORED_HEADER, told(names)))
+            call.headers.append((IGNORED_HEADER, header_value(names)))
         return body, call
 
-    def _trace(self, done: RequestDone | None, call: Call, body: Any, scope: Scope) -> None:
+    def _trace(self, done: RequestDone | None, call: ParsedRequest, body: Any, scope: Scope) -> None:
         if self.tracer is None or done is None:
             return
         headers = scope["headers_by_name"]
@@ -283,12 +292,12 @@ class Server:
             )
         )
 
-    def facts(self) -> Facts:
+    def facts(self) -> EngineInfo:
         """The facts that requests are checked against. Raises if no engine is ready."""
         health, facts = self.engines.health, self.engines.facts
-        if health is Health.SILENT:
+        if health is EngineHealth.SILENT:
             raise ApiError(503, NO_RESPONSE, code="engine_silent", retry_after=10)
-        if health is not Health.READY or facts is None:
+        if health is not EngineHealth.READY or facts is None:
             message = "the engine is not ready yet: the model is being loaded"
             raise ApiError(503, message, code="engine_starting", retry_after=2)
         return facts
@@ -318,12 +327,12 @@ class Server:
     # About the model
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await answer(send, 200, {"object": "list", "data": [self._card(name) for name in self.names]})
+        await send_json(send, 200, {"object": "list", "data": [self._card(name) for name in self.names]})
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = scope["path_params"]["name"]
         self.check_model(name)
-        await answer(send, 200, self._card(name))
+        await send_json(send, 200, self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
         facts = self.engines.facts
@@ -368,11 +377,11 @@ class Server:
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Liveness probe: 200 if an engine process is ready and responds."""
         match self.engines.health:
-            case Health.READY:
-                await answer(send, 200, {"status": "ok"})
-            case Health.SILENT:
+            case EngineHealth.READY:
+                await send_json(send, 200, {"status": "ok"})
+            case EngineHealth.SILENT:
                 raise ApiError(503, NO_RESPONSE, code="engine_silent", retry_after=10)
-            case Health.STARTING | Health.FATAL:
+            case EngineHealth.STARTING | EngineHealth.FATAL:
                 reason = self.engines.fatal or "the engine process is starting"
                 raise ApiError(503, reason, code="engine_down", retry_after=2)
 
@@ -385,7 +394,7 @@ class Server:
         await self.health(scope, receive, send)
 
     async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await answer(send, 200, {"version": __version__})
+        await send_json(send, 200, {"version": __version__})
 
     async def render_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         data = self.metrics.render(self.engines.ready)
@@ -394,14 +403,14 @@ class Server:
         await send({"type": "http.response.body", "body": data})
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await answer(send, 200, {"server_load": self.active, **asdict(self.engines.load)})
+        await send_json(send, 200, {"server_load": self.active, **asdict(self.engines.load)})
 
     async def server_info(self, scope: Scope, receive: Receive, send: Send) -> None:
         facts, pids = self.engines.facts, self.engines.pids
         processes = {"api": os.getpid(), "engine": next(iter(pids.values()))}
         shown = asdict(self.options)
         shown["api_key"] = len(self.options.api_key)  # the number of keys, never the keys
-        await answer(
+        await send_json(
             send,
             200,
             {
@@ -423,7 +432,7 @@ class Server:
             self.resets[tenant] += 1
         else:
             self.engines.reset_cache()
-        await answer(send, 200, {"status": "ok"})
+        await send_json(send, 200, {"status": "ok"})
 
     def _salt(self, tenant: str) -> str:
         """The salt of a tenant's block hashes, or "" if all tenants share the cache.
@@ -435,12 +444,12 @@ class Server:
         return f"{tenant}/{self.resets[tenant]}/"
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await answer(send, 200, description(bool(self.options.api_key), self.options.root_path))
+        await send_json(send, 200, openapi_document(bool(self.options.api_key), self.options.root_path))
 
 
 def _operation(body: Any) -> str:
     """The operation name of OpenTelemetry's conventions."""
-    if isinstance(body, EmbeddedBody):
+    if isinstance(body, PoolingBody):
         return "embeddings"
     return "text_completion" if isinstance(body, CompletionBody) else "chat"
 

@@ -24,17 +24,17 @@ from weft.errors import ModelError, OptionError
 from weft.llm import recommended_params, resolve_model_path
 from weft.observe.metrics import ServerMetrics
 from weft.observe.tracing import Tracer
-from weft.serve.app import Server
-from weft.serve.calls import Desk
-from weft.serve.checker import Checker
-from weft.serve.connection import Connection
-from weft.serve.engines import Engines
-from weft.serve.gate import Bodies, Limits
-from weft.serve.infer import SHUT_DOWN
-from weft.serve.messages import Facts, Orders, clock
-from weft.serve.settings import ServeOptions
-from weft.serve.texts import Texts
-from weft.serve.trial import Finding, Trial
+from weft.serve.app import ApiServer
+from weft.serve.endpoints.response_generator import SHUT_DOWN
+from weft.serve.engines.engine_pool import EnginePool
+from weft.serve.engines.messages import EngineInfo, EngineProcessConfig, clock
+from weft.serve.http.http_connection import HttpConnection
+from weft.serve.http.middleware import BodyReader, RateLimits
+from weft.serve.options import ServeOptions
+from weft.serve.requests.request_parser import RequestParser
+from weft.serve.requests.structure_checker import StructureChecker
+from weft.serve.requests.template_check import TemplateCheck, TemplateCheckResult
+from weft.serve.requests.text_processor import TextProcessor
 from weft.text.reasoning import REASONING_PARSERS, detect_reasoning
 from weft.text.tools import TOOL_PARSERS, detect_tool_format
 
@@ -65,16 +65,16 @@ def serve(options: ServeOptions, engine_options: EngineOptions, engines: int = 1
     return code
 
 
-def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -> Server:
+def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -> ApiServer:
     """The server, with the model files that the API process needs. Engine processes read the rest."""
     path = resolve_model_path(engine_options.model)
     chats = options.chat_template, options.chat_template_content_format
-    with closing(Trial(path, *chats)) as trial:
-        texts = Texts(path, *chats)
+    with closing(TemplateCheck(path, *chats)) as trial:
+        texts = TextProcessor(path, *chats)
         _check_template(trial.finding())
     names = options.served_model_name or (engine_options.model or DEFAULT_NAME,)
     template = texts.template.source
-    desk = Desk(
+    desk = RequestParser(
         texts=texts,
         defaults=recommended_params(path),
         model=names[0],
@@ -82,7 +82,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
         reasoning_parser=_parser(
             options.reasoning_parser, REASONING_PARSERS, "reasoning_parser", detect_reasoning(template)
         ),
-        checker=Checker(),
+        checker=StructureChecker(),
         pooling=_pooling(path),
         fingerprint=_fingerprint(path, engine_options),
         max_logprobs=options.max_logprobs,
@@ -97,17 +97,17 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
     )
     eos = texts.tokenizer.eos_token_id if texts.tokenizer is not None else None
     eos_ids = () if eos is None else (eos,)
-    orders = Orders("", str(path.resolve()), eos_ids, asdict(engine_options), options.record_steps)
-    return Server(
+    orders = EngineProcessConfig("", str(path.resolve()), eos_ids, asdict(engine_options), options.record_steps)
+    return ApiServer(
         options=options,
         engine_options=engine_options,
         names=names,
         desk=desk,
-        engines=Engines(orders, metrics, _say),
+        engines=EnginePool(orders, metrics, _say),
         metrics=metrics,
         tracer=Tracer.make(options.otlp_traces_endpoint),
-        limits=Limits(options.requests_per_minute, options.max_concurrent_requests),
-        bodies=Bodies(int(options.max_body_mb * 1e6)),
+        limits=RateLimits(options.requests_per_minute, options.max_concurrent_requests),
+        bodies=BodyReader(int(options.max_body_mb * 1e6)),
         created=int(time.time()),
     )
 
@@ -127,7 +127,7 @@ def _fingerprint(path: Path, options: EngineOptions) -> str:
     return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def _check_template(found: Finding) -> None:
+def _check_template(found: TemplateCheckResult) -> None:
     if found.broken is not None:
         raise ModelError(f"{found.broken}; give another with --chat-template")
     if found.refused is not None:
@@ -169,11 +169,11 @@ def _allow_many_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _run(server: Server, listener: socket.socket) -> int:
+def _run(server: ApiServer, listener: socket.socket) -> int:
     config = uvicorn.Config(
         server.app(),
         loop="auto",
-        http=Connection,
+        http=HttpConnection,
         ws="none",
         lifespan="on",
         access_log=False,
@@ -188,15 +188,15 @@ def _run(server: Server, listener: socket.socket) -> int:
     )
     for name in ("uvicorn.error", "asyncio"):  # they log one entry per failure: limit the rate
         logging.getLogger(name).addFilter(server.log)
-    process = _Process(config, server, listener)
+    process = _UvicornServer(config, server, listener)
     process.run(sockets=[listener])
     return process.exit_code
 
 
-class _Process(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """uvicorn, but signals let running streams finish, and the server exits if the engine cannot be started."""
 
-    def __init__(self, config: uvicorn.Config, server: Server, listener: socket.socket) -> None:
+    def __init__(self, config: uvicorn.Config, server: ApiServer, listener: socket.socket) -> None:
         super().__init__(config)
         self.server = server
         self.listener = listener
@@ -274,7 +274,7 @@ class _Process(uvicorn.Server):
         )
 
 
-def _targets(facts: Facts) -> list[str]:
+def _targets(facts: EngineInfo) -> list[str]:
     """Lines for the start-up message: targets that are promised, targets that are not, and the calibration quality."""
     targets = facts.targets
     said: dict[bool, list[str]] = {True: [], False: []}  # key: whether the target is promised

@@ -9,8 +9,8 @@ import pytest
 
 from tests.serve.running import RunningServer, eventually
 from tests.serve.test_bad_input import CHAT, TEXT, check, exchange
-from weft.serve import log
-from weft.serve.log import MOST, PERIOD, Sparing
+from weft.serve import log_limits
+from weft.serve.log_limits import MOST, PERIOD, LogRateLimit
 
 # It is fine for the greeting of the trial; what the sandbox forbids is a failure of the server, with a traceback.
 TEMPLATE = "{% if messages[0].content == 'x' %}{{ ''.__class__.__mro__ }}{% endif %}{{ messages[0].content }}"
@@ -52,9 +52,9 @@ def test_what_is_wrong_is_not_logged(server: RunningServer) -> None:
 
 
 def test_periods_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "PERIOD", 0.2)
+    monkeypatch.setattr(log_limits, "PERIOD", 0.2)
     said: list[str] = []
-    sparing = Sparing(said.append)
+    sparing = LogRateLimit(said.append)
     for _ in range(MOST + 3):
         sparing.write("x")
     assert said == ["x"] * MOST
@@ -65,9 +65,9 @@ def test_periods_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_entries_of_all_threads_and_libraries_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "PERIOD", 60.0)
+    monkeypatch.setattr(log_limits, "PERIOD", 60.0)
     said: list[str] = []
-    sparing = Sparing(said.append)
+    sparing = LogRateLimit(said.append)
     threads = [threading.Thread(target=sparing.write, args=("x",)) for _ in range(MOST - 1)]
     for thread in threads:
         thread.start()

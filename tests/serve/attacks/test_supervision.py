@@ -15,8 +15,8 @@ import pytest
 
 from tests.serve.running import RunningServer, eventually, is_alive
 from weft.observe.metrics import ServerMetrics
-from weft.serve.engines import Engines
-from weft.serve.messages import Orders
+from weft.serve.engines.engine_pool import EnginePool
+from weft.serve.engines.messages import EngineProcessConfig
 
 SMALL = ("--policy", "chunked", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "64MiB")
 ENDLESS = {"prompt": "Once", "max_tokens": 16000, "ignore_eos": True, "stream": True}
@@ -93,7 +93,7 @@ def test_an_interpreter_that_may_not_be_executed(tmp_path: Path, monkeypatch: py
     logged: list[str] = []
 
     async def scenario() -> str | None:
-        engines = Engines(Orders("", "nowhere", (), {}), ServerMetrics("m"), logged.append)
+        engines = EnginePool(EngineProcessConfig("", "nowhere", (), {}), ServerMetrics("m"), logged.append)
         engines.start()
         await asyncio.wait_for(engines.changed.wait(), 10)
         await engines.close()

@@ -1,0 +1,163 @@
+"""Background responses: they continue when the client disconnects, and the client may reconnect."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+
+from starlette.types import Message, Send
+
+from weft.errors import RequestError
+from weft.serve.endpoints.response_generator import CLIENT_DISCONNECTED, Canceller, ClientDisconnected
+from weft.serve.endpoints.response_store import StoredResponse
+from weft.serve.engines.submitted_request import SequenceUpdate, SubmittedRequest
+from weft.serve.errors import ApiError, of_request
+from weft.serve.protocols.formatter import to_json
+from weft.serve.protocols.responses import ResponsesFormatter
+
+MOST_EVENTS = 2 << 20  # bytes of a stream kept for clients that reconnect: about 10,000 tokens
+MOST_STREAMED = 64  # concurrent background streams: 128 MiB of events
+RunRequest = Callable[[Canceller, Send], Awaitable[object]]  # runs a call to its end
+
+
+class EventLog:
+    """The latest events of a stream, by sequence number. The oldest are dropped first; the last one is always kept."""
+
+    def __init__(self, most: int = MOST_EVENTS) -> None:
+        self.first = 0  # sequence number of the oldest event that is kept
+        self.ended = False
+        self._most = most
+        self._bytes = 0
+        self._events: deque[bytes] = deque()
+        self._news: asyncio.Future[None] | None = None
+
+    @classmethod
+    def of(cls, events: tuple[bytes, ...], first: int) -> "EventLog":
+        """The log of a stream that has ended."""
+        log = cls()
+        log.first, log.ended = first, True
+        log._events.extend(events)
+        return log
+
+    def append(self, data: bytes) -> None:
+        """Appends one or more complete events."""
+        for event in data.split(b"\n\n")[:-1]:  # the JSON has no line breaks inside
+            self._events.append(event + b"\n\n")
+            self._bytes += len(event) + 2
+        while self._bytes > self._most and len(self._events) > 1:
+            self._bytes -= len(self._events.popleft())
+            self.first += 1
+        self._wake()
+
+    def end(self) -> None:
+        self.ended = True
+        self._wake()
+
+    def since(self, number: int) -> list[bytes]:
+        """The events from this sequence number on. `number` must be at least `first`."""
+        events, start = self._events, number - self.first
+        return [events[at] for at in range(start, len(events))]
+
+    @property
+    def events(self) -> tuple[bytes, ...]:
+        return tuple(self._events)
+
+    async def news(self) -> None:
+        """Waits until an event is appended or the stream ends."""
+        if self._news is None:
+            self._news = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._news)  # other clients wait for the same future
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+        self._news = None
+
+
+class BackgroundResponse:
+    """A background response that has not ended. It is the Watcher of its job: `cancel` acts like a disconnect."""
+
+    def __init__(self, tenant: str, format: ResponsesFormatter, input: bytes, streams: bool) -> None:
+        self.tenant, self.format = tenant, format
+        self.log = EventLog() if streams else None
+        self.is_deleted = False
+        self.ended = asyncio.Event()
+        self.input = input
+        self._body = b""
+        self._job: SubmittedRequest | None = None
+        self._is_cancelled = False
+        if self.log is not None:
+            self.log.append(format.queued())
+
+    def tell(self, job: SubmittedRequest) -> None:
+        self._job = job
+        if self._is_cancelled:
+            job.put(SequenceUpdate(0, None, lost=CLIENT_DISCONNECTED))
+
+    def cancel(self) -> None:
+        """Ends the response when the job reads its updates. `ended` is set after that."""
+        self._is_cancelled = True
+        if self._job is not None:
+            self._job.put(SequenceUpdate(0, None, lost=CLIENT_DISCONNECTED))
+
+    @property
+    def body(self) -> bytes:
+        """The current state of the response, as JSON."""
+        begun = self._job is not None and bool(self._job.begins)
+        return to_json(self.format.snapshot("in_progress" if begun else "queued"))
+
+    async def run(self, work: RunRequest, admission: ExitStack, failed: Callable[[], None]) -> StoredResponse:
+        """Runs the response to its end, which may be an error, and returns the result.
+
+        `admission` counts it as an active request until then. `failed` is called for internal errors of the server.
+        """
+        with admission:
+            try:
+                await work(self, self._take)
+            except ClientDisconnected:
+                self._take_event(self.format.cancelled())
+            except RequestError as error:
+                self.fail(of_request(error))
+            except ApiError as error:
+                self.fail(error)
+            except Exception:
+                failed()
+                self.fail(ApiError(500, "something went wrong inside the server; its log says more", code="internal"))
+            return self.result
+
+    def fail(self, error: ApiError) -> None:
+        self._body = b""
+        self._take_event(self.format.error(error.body))
+
+    @property
+    def result(self) -> StoredResponse:
+        log = self.log
+        return StoredResponse(
+            self.format.id,
+            self.format.final or self._body,
+            self.input,
+            self.format.output,
+            is_background=True,
+            events=() if log is None else log.events,
+            first_event=0 if log is None else log.first,
+        )
+
+    def close(self) -> None:
+        """Wakes waiting clients. To be called after the result is stored."""
+        self.ended.set()
+        if self.log is not None:
+            self.log.end()
+
+    async def _take(self, message: Message) -> None:
+        """The ASGI `send` of the call: keeps events of a stream, or the whole response."""
+        data = message.get("body", b"")
+        if not data:
+            return
+        if self.log is None:
+            self._body = data
+        else:
+            self.log.append(data)
+
+    def _take_event(self, data: bytes) -> None:
+        if self.log is not None:
+            self.log.append(data)

@@ -1,0 +1,96 @@
+"""EngineProcess: one engine process from its start to its end. Restarts: how often one that dies is started again."""
+
+import asyncio
+import sys
+from collections import deque
+from typing import Self
+
+import msgspec
+
+from weft.serve.engines.engine_folder import EngineFolder
+from weft.serve.engines.heartbeat import LOOK, HeartbeatMonitor
+from weft.serve.engines.messages import EngineProcessConfig
+
+MOST_DEATHS = 5  # of one engine's processes within DEATHS_WITHIN; after one more it is not restarted
+DEATHS_WITHIN = 300.0  # seconds
+FIRST_DELAY = 0.2  # seconds before the restart after a second recent death; doubled for each further one
+PATIENCE = 5.0  # seconds that the process has to exit after it was told to
+
+
+class EngineProcess:
+    """Owns one engine process and the check of its heartbeat."""
+
+    def __init__(self, process: asyncio.subprocess.Process, watch: HeartbeatMonitor) -> None:
+        self._process, self._watch = process, watch
+        self._exit = asyncio.create_task(process.wait())
+
+    @classmethod
+    async def start(cls, orders: EngineProcessConfig, folder: EngineFolder) -> Self:
+        """Starts a process that uses this folder. `orders` need not name its files."""
+        watch = HeartbeatMonitor(folder.pulse)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "weft.serve.engines.engine_main"),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
+            )
+        except BaseException:
+            watch.close()
+            raise
+        assert process.stdin is not None
+        orders = msgspec.structs.replace(orders, address=folder.address, pulse=str(folder.pulse))
+        process.stdin.write(msgspec.json.encode(orders) + b"\n")
+        return cls(process, watch)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the process has shown no heartbeat for SILENT seconds (see pulse.py)."""
+        return self._watch.is_silent
+
+    async def ended(self) -> str | None:
+        """Waits for the process to exit. Kills it if it does not respond, and then returns the reason."""
+        while not self._exit.done():
+            await asyncio.wait((self._exit,), timeout=LOOK)
+            self._watch.look()
+            if self._watch.verdict is not None and self._process.returncode is None:
+                self._process.kill()  # it does not react to anything else
+                return self._watch.verdict
+        return None
+
+    async def end(self) -> None:
+        """Closes the process's standard input, which tells it to exit. Kills it if it does not within PATIENCE."""
+        process = self._process
+        self._watch.close()
+        if process.stdin is not None:
+            process.stdin.close()
+        if process.returncode is None:
+            await asyncio.wait((self._exit,), timeout=PATIENCE)
+        if process.returncode is None:
+            process.kill()
+            done, _ = await asyncio.wait((self._exit,), timeout=PATIENCE)
+            if not done:  # it hangs in the kernel and still holds device memory
+                raise RuntimeError(f"process {process.pid} cannot be killed")
+
+
+class RestartBackoff:
+    """The recent deaths of one engine's processes."""
+
+    def __init__(self) -> None:
+        self._deaths: deque[float] = deque()  # seconds, ascending
+
+    def __len__(self) -> int:
+        return len(self._deaths)
+
+    def delay(self, now: float) -> float | None:
+        """Records a death. Returns the seconds until the next start, or None if too many processes died."""
+        self._deaths.append(now)
+        while self._deaths[0] < now - DEATHS_WITHIN:
+            self._deaths.popleft()
+        number = len(self._deaths)
+        if number > MOST_DEATHS:
+            return None
+        return FIRST_DELAY * 2 ** (number - 2) if number > 1 else 0.0

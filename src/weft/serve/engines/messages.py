@@ -1,0 +1,167 @@
+"""Messages between the API process and the engine process: msgspec structs as MessagePack, one per ZeroMQ frame.
+
+A *key* identifies one stream (one completion of one prompt) for the lifetime of an engine process. The API process
+assigns the keys. Times are seconds on the machine's monotonic clock, which both processes share.
+"""
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+
+from weft.core import Source, Targets
+from weft.engine.engine import Wishes
+from weft.engine.executor import TokenLogprobs
+from weft.engine.params import SamplingParams
+from weft.observe.engine_metrics import EngineStep
+
+clock = time.perf_counter  # the clock of the engine loop; all processes of a machine share it
+
+# To the engine
+
+
+class EngineProcessConfig(msgspec.Struct):
+    """Start parameters of an engine process: JSON, on the first line of its standard input."""
+
+    address: str  # ZeroMQ address of the API process's socket
+    path: str  # of the model directory
+    eos_ids: tuple[int, ...]  # end-of-text tokens in addition to the ones in the model's config
+    options: dict[str, Any]  # EngineOptions
+    record_steps: str | None = None  # file for StepRecords
+    pulse: str = ""  # heartbeat file, see pulse.py
+
+
+class AddRequest(msgspec.Struct, tag="submit", array_like=True, eq=False):
+    """One prompt. Its `params.n` streams have the keys key, key + 1, ..."""
+
+    key: int
+    prompt: bytes  # token ids, int32
+    params: SamplingParams
+    wishes: Wishes
+    salt: str
+    arrival: float
+
+
+class AbortSequences(msgspec.Struct, tag="abort", array_like=True):
+    """Ends these streams. Keys of streams that have already ended are ignored."""
+
+    keys: list[int]
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True):
+    """Drops all cached prefixes, of every salt."""
+
+
+ToEngine = AddRequest | AbortSequences | ResetPrefixCache
+
+
+# From the engine
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """Properties of an engine that the API process needs to check requests and to answer /server_info."""
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    policy: str
+    enable_prefix_caching: bool
+    device: str  # its name, for people
+    device_type: str  # "cpu" or "cuda"
+    gap_target: float | None  # seconds; None: no target
+    gap_source: Source  # DEFAULT: the scheduler aims at it, but it is not promised
+    min_gap_target: float  # seconds; a smaller gap target of a request is raised to this
+    ttft_target: float | None
+    ttft_target_per_1k: float
+    ttft_source: Source
+    calibration_quality: str  # in words; "" if nothing was measured
+    # The calibration that the engine started with, in the format of `weft simulate --profile`; None: not calibrated.
+    profile: dict[str, Any] | None = None
+    hidden_size: int = 0  # dimensions of an embedding
+    block_space: str = ""  # equal for engines with equal weights and layouts; see engine/fingerprint.py
+
+    @property
+    def has_targets(self) -> bool:
+        return self.gap_target is not None or self.ttft_target is not None
+
+    @property
+    def targets(self) -> Targets:
+        return Targets(
+            gap=math.inf if self.gap_target is None else self.gap_target,
+            ttft=math.inf if self.ttft_target is None else self.ttft_target,
+            ttft_per_1k=self.ttft_target_per_1k,
+            gap_source=self.gap_source,
+            ttft_source=self.ttft_source,
+            min_gap=self.min_gap_target,
+        )
+
+
+class EngineReady(msgspec.Struct, tag="ready", array_like=True):
+    """The model is loaded and the engine takes requests."""
+
+    facts: EngineInfo
+
+
+class EngineFailed(msgspec.Struct, tag="fatal", array_like=True):
+    """The engine cannot start, and a retry would fail too: a wrong option, an unusable model."""
+
+    message: str
+
+
+class RequestRejected(msgspec.Struct, tag="rejected", array_like=True):
+    """The engine rejected a prompt. All streams of the Submit with this key have ended."""
+
+    key: int
+    kind: str  # "request" (it can never run), "queue_full", "error" (an internal error)
+    message: str
+
+
+class FirstToken(NamedTuple):
+    """A stream got its first token."""
+
+    key: int
+    started: float  # start of the first step that contained it
+    first_token: float
+    cached_tokens: int
+    predicted_ttft: float | None
+    is_promised: bool = True  # False: no TTFT target, or one that even an idle machine cannot meet for this prompt
+
+
+class SequenceEnd(NamedTuple):
+    """A stream has ended."""
+
+    key: int
+    token: int | None  # the last token; None: the end came without a token
+    reason: str  # "stop", "length", "refused", "error"
+    finished: float | None
+    preemptions: int
+    predicted_ttft: float | None
+
+
+class PromptLogprobs(NamedTuple):
+    key: int
+    first: int  # position in the prompt of the first entry
+    found: list[TokenLogprobs]
+
+
+class StepOutputs(msgspec.Struct, tag="news", array_like=True):
+    """The results of one turn of the engine loop."""
+
+    keys: list[int]  # streams that got a token and continue
+    tokens: list[int]  # one token per key, in the same order
+    begins: list[FirstToken]
+    ends: list[SequenceEnd]
+    logprobs: dict[int, TokenLogprobs]  # by key, if asked for; includes last tokens
+    prompt_logprobs: list[PromptLogprobs]
+    step: EngineStep | None
+    embeddings: dict[int, bytes] = {}  # float32, by key; for pooling requests, with their end
+
+
+FromEngine = EngineReady | EngineFailed | RequestRejected | StepOutputs
+
+encode = msgspec.msgpack.Encoder().encode
+decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_for_api = msgspec.msgpack.Decoder(FromEngine).decode

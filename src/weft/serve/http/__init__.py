@@ -1,0 +1,1 @@
+"""HTTP without endpoints: connections, API keys, limits, CORS and JSON bodies."""

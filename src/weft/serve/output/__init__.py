@@ -1,0 +1,1 @@
+"""The output of a request before it gets a format: text, reasoning, tool calls, token offsets."""

@@ -1,0 +1,1 @@
+"""Request bodies and answer formats of the APIs: OpenAI, Anthropic, embeddings."""

@@ -1,0 +1,365 @@
+"""/v1/responses: OpenAI's newer API, for text: its body, the translation to a chat, and the answer format.
+
+Here a conversation is complete. stored_responses.py handles what is stored between requests.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import dropwhile, takewhile
+from typing import Annotated, Any
+
+from msgspec import Meta, Raw, Struct
+
+from weft.engine.params import MAX_LOGPROBS
+from weft.errors import RequestError
+from weft.serve.output.choice import Choice, ChoiceDelta
+from weft.serve.protocols.formatter import continues_call, spelled_logprob, to_json
+from weft.serve.protocols.openai_bodies import ChatBody, Count, Json
+from weft.text.tokenizer import Tokenizer
+from weft.text.tools import ToolCallDelta
+
+
+class ResponsesBody(Struct, kw_only=True):
+    input: str | list[Json] | None = None
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: list[str] | None = None
+    text: Json | None = None  # `format` has the required structure of the answer
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Json | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    metadata: Json | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    truncation: str | None = None
+    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: Json | None = None
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
+
+
+def as_chat(body: ResponsesBody) -> ChatBody:
+    """The same request as a chat."""
+    messages: list[Json] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        for item in body.input or ():
+            _add(messages, item)
+    if not messages:
+        raise RequestError("input is empty: at least one message is needed")
+    return ChatBody(
+        messages=messages,
+        model=body.model,
+        stream=body.stream,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        logprobs=body.shows_logprobs,
+        top_logprobs=body.top_logprobs if body.shows_logprobs else None,
+        response_format=_format(body.text),
+        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=_effort(body.reasoning),
+        user=body.user,
+        service_tier=body.service_tier,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _add(messages: list[Json], item: Json) -> None:
+    """Adds one item of a conversation: as a new message, or to the last message."""
+    match item.get("type", "message"):
+        case "message":
+            content = item.get("content")
+            if isinstance(content, list):
+                content = [_part(part) for part in content]
+            messages.append({"role": item.get("role"), "content": content})
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if messages and messages[-1].get("tool_calls"):
+                messages[-1]["tool_calls"].append(call)
+            else:
+                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        case "function_call_output":
+            output = item.get("output")
+            output = [_part(part) for part in output] if isinstance(output, list) else output
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        case "reasoning":
+            pass  # earlier reasoning is not put into the prompt
+        case kind:
+            raise RequestError(f"input has an item of type {kind!r:.40}: only text and function calls are supported")
+
+
+def _part(part: Any) -> Any:
+    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text"):
+        return {"type": "text", "text": part.get("text")}
+    return part
+
+
+def _tool(tool: Json) -> Json:
+    if tool.get("type") != "function":
+        raise RequestError(f"tools: a tool of type {tool.get('type')!r:.40} is not known here: only functions are")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(choice: str | Json | None) -> str | Json | None:
+    if isinstance(choice, dict) and choice.get("type") != "allowed_tools":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(text: Json | None) -> Json | None:
+    wanted = (text or {}).get("format")
+    if not isinstance(wanted, dict):
+        return None
+    if wanted.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {name: wanted[name] for name in wanted if name != "type"}}
+    return wanted
+
+
+def _effort(reasoning: Json | None) -> str | None:
+    effort = (reasoning or {}).get("effort")
+    return effort if isinstance(effort, str) else None
+
+
+class ResponsesFormatter:
+    """Formats one answer as a list of items (reasoning, message, function calls), or as stream events."""
+
+    done = b""  # the last event ends the stream
+    token_ids = False
+
+    def __init__(
+        self, id: str, model: str, tokenizer: Tokenizer | None, body: ResponsesBody, names_ids: bool = False
+    ) -> None:
+        self.names_ids = names_ids  # log probabilities name tokens by id
+        self.id = id
+        self.model = model
+        self.tokenizer = tokenizer
+        self.body = body
+        self.created = int(time.time())
+        self._number = 0
+        self._items: list[Json] = []  # started so far; the last one may be open
+        self._open: str | None = None  # type of the open item; None: no item is open
+        self._text = ""
+        self._logprobs: list[Json] = []
+        self.is_stored = False
+        self.is_background = False  # continues without its client, which retrieves it later
+        self.final: bytes | None = None  # the response as JSON, once its stream has ended
+        self.output = b"[]"  # the items as JSON, without log probabilities, once the response has ended
+
+    def queued(self) -> bytes:
+        """The first events of a background stream, before the first token."""
+        response = self._response("queued", [], {})
+        return self._event("response.created", response=response) + self._event("response.queued", response=response)
+
+    def opening(self, choice: Choice, extras: Json) -> bytes:
+        response = self._response("in_progress", [], {})
+        created = b"" if self.is_background else self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
+
+    def snapshot(self, status: str) -> Json:
+        """The response before its end, without output items."""
+        return self._response(status, [], {})
+
+    def piece(self, choice: Choice, piece: ChoiceDelta, extras: Json) -> bytes:
+        # Deltas of the open function call come before all else.
+        data = b"".join(self._call(call) for call in takewhile(continues_call, piece.calls))
+        if piece.reasoning:
+            data += self._begin("reasoning")
+            self._text += piece.reasoning
+            data += self._delta("response.reasoning_text.delta", content_index=0, delta=piece.reasoning)
+        if piece.text:
+            data += self._begin("message")
+            self._text += piece.text
+            found = [spelled_logprob(self.tokenizer, one, self.names_ids) for one in piece.of_text]
+            self._logprobs += found
+            data += self._delta("response.output_text.delta", content_index=0, delta=piece.text, logprobs=found)
+        data += b"".join(self._call(call) for call in dropwhile(continues_call, piece.calls))
+        if piece.reason is not None:
+            self._reason = piece.reason
+            data += self._end_item("incomplete" if piece.reason == "length" else "completed")
+        return data
+
+    def closing(self, extras: Json) -> bytes:
+        status = "incomplete" if self._reason == "length" else "completed"
+        return self._end(status, f"response.{status}", extras)
+
+    def cancelled(self) -> bytes:
+        """The last event of a cancelled response. OpenAI has no event for it: the status of response.failed says so."""
+        return self._end("cancelled", "response.failed", {})
+
+    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+        """The whole response, with the same items as a stream."""
+        choice = choices[0]
+        if choice.reasoning:
+            self._items.append(self._item("reasoning", choice.reasoning))
+        if choice.text or not choice.calls:
+            shown = choice.text_logprobs
+            self._logprobs = [spelled_logprob(self.tokenizer, found, self.names_ids) for found in shown]
+            self._items.append(self._item("message", choice.text))
+        for call in choice.calls:
+            function = call["function"]
+            self._items.append(
+                self._item("function_call", function["arguments"], name=function["name"], call_id=call["id"])
+            )
+        status = "incomplete" if choice.reason == "length" else "completed"
+        self._items[-1]["status"] = status
+        self.output = _continued(self._items)
+        return self._response(status, self._items, extras)
+
+    def error(self, body: Json) -> bytes:
+        error = body["error"]
+        if self.is_background:
+            code = "rate_limit_exceeded" if error["code"] in _REFUSALS else "server_error"
+            return self._end("failed", "response.failed", {}, error={"code": code, "message": error["message"]})
+        return self._event("error", code=error["code"], message=error["message"], param=error["param"])
+
+    _reason = "stop"
+
+    def _end(self, status: str, kind: str, extras: Json, **more: Any) -> bytes:
+        """The last event, with all complete items."""
+        items = self._items if self._open is None else self._items[:-1]
+        self.final = to_json({**self._response(status, items, extras), **more})
+        self.output = _continued(items)
+        return self._event(kind, response=Raw(self.final))
+
+    def _call(self, call: ToolCallDelta) -> bytes:
+        data = b""
+        if not continues_call(call):
+            data = self._end_item() + self._begin("function_call", name=call.name, call_id=call.id)
+        if call.arguments:
+            self._text += call.arguments
+            data += self._delta("response.function_call_arguments.delta", delta=call.arguments)
+        return data
+
+    def _begin(self, kind: str, **more: Any) -> bytes:
+        """Opens an item, unless the open item is of this kind. A function call is always a new item."""
+        if self._open == kind and kind != "function_call":
+            return b""
+        data = self._end_item()
+        self._open = kind
+        item = {**self._item(kind, "", **more), "status": "in_progress"}
+        self._items.append(item)
+        bare = {**item, "content": []} if "content" in item else item
+        data += self._event("response.output_item.added", output_index=len(self._items) - 1, item=bare)
+        if kind != "function_call":
+            data += self._delta("response.content_part.added", content_index=0, part=item["content"][0])
+        return data
+
+    def _end_item(self, status: str = "completed") -> bytes:
+        if self._open is None:
+            return b""
+        kind, text, item = self._open, self._text, self._items[-1]
+        more = {name: item[name] for name in ("name", "call_id") if name in item}
+        whole = {**self._item(kind, text, **more), "id": item["id"], "status": status}
+        if kind == "function_call":
+            data = self._delta("response.function_call_arguments.done", arguments=text, name=item["name"])
+        else:
+            name, logprobs = (
+                ("output_text", {"logprobs": self._logprobs}) if kind == "message" else ("reasoning_text", {})
+            )
+            data = self._delta(f"response.{name}.done", content_index=0, text=text, **logprobs)
+            data += self._delta("response.content_part.done", content_index=0, part=whole["content"][0])
+        data += self._event("response.output_item.done", output_index=len(self._items) - 1, item=whole)
+        self._items[-1] = whole
+        self._open, self._text, self._logprobs = None, "", []
+        return data
+
+    def _item(self, kind: str, text: str, **more: Any) -> Json:
+        number, key = len(self._items), self.id.removeprefix("resp_")
+        if kind == "function_call":
+            return {"type": kind, "id": f"fc_{key}_{number}", "status": "completed", "arguments": text, **more}
+        if kind == "reasoning":
+            content = [{"type": "reasoning_text", "text": text}]
+            return {"type": kind, "id": f"rs_{key}_{number}", "summary": [], "content": content, "status": "completed"}
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+        return {
+            "type": kind,
+            "id": f"msg_{key}_{number}",
+            "status": "completed",
+            "role": "assistant",
+            "content": [part],
+        }
+
+    def _delta(self, kind: str, **more: Any) -> bytes:
+        at = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return self._event(kind, **at, **more)
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        self._number += 1
+        body = {"type": kind, "sequence_number": self._number - 1, **more}
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json(body))
+
+    def _response(self, status: str, output: list[Json], extras: Json) -> Json:
+        body, usage = self.body, extras.get("usage")
+        response: Json = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": body.reasoning or {"effort": None, "summary": None},
+            "store": self.is_stored,
+            "background": self.is_background,
+            "temperature": body.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": body.top_p,
+            "truncation": body.truncation or "disabled",
+            "user": body.user,
+            "metadata": body.metadata or {},
+            "usage": None if usage is None else _usage(usage),
+        }
+        return {**response, "metrics": extras["metrics"]} if "metrics" in extras else response
+
+
+def _usage(usage: Json) -> Json:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"],
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+_REFUSALS = ("deadline", "queue_full")  # error codes of the engine: it had no room, and nothing had started
+
+
+def _continued(items: list[Json]) -> bytes:
+    """Items for a following response: without log probabilities, which may be a hundred times larger than the text."""
+    bare = [
+        {**item, "content": [_bare(part) for part in item["content"]]} if "content" in item else item for item in items
+    ]
+    return to_json(bare)
+
+
+def _bare(part: Json) -> Json:
+    return {**part, "logprobs": []} if "logprobs" in part else part

@@ -1,0 +1,1 @@
+"""Checks request bodies and turns them into ParsedRequests."""

@@ -1,0 +1,421 @@
+"""Turns a request body into a Call: checks all of it, and encodes the prompt to token ids."""
+
+import asyncio
+import math
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weft.core import Promise
+from weft.engine.engine import Wishes
+from weft.engine.executor import TokenLogprobs
+from weft.engine.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, Thoughts
+from weft.engine.pooling import check_dimensions, pooling_params
+from weft.errors import RequestError
+from weft.serve.endpoints.response_generator import TTFT_HEADER, ParsedRequest
+from weft.serve.engines.messages import EngineInfo
+from weft.serve.engines.submitted_request import EnginePrompt
+from weft.serve.errors import ApiError
+from weft.serve.output.choice import Choice
+from weft.serve.protocols.embeddings import EmbeddingChoice, EmbeddingsBody, PoolingBody
+from weft.serve.protocols.formatter import ChatFormatter, CompletionFormatter, Formatter
+from weft.serve.protocols.openai_bodies import (
+    MOST_PROMPTS,
+    MOST_STREAMS,
+    ChatBody,
+    CompletionBody,
+    Json,
+    LatencyTargets,
+    SamplingBody,
+    TokenizeBody,
+    structure_field,
+)
+from weft.serve.protocols.openai_bodies import sampling_params as params_of
+from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter, as_chat
+from weft.serve.requests.prompt_length import (
+    TokenIds,
+    check_described,
+    check_length,
+    kept_tokens,
+    prompt_field,
+    says_length,
+    too_long,
+    truncate_prompt,
+)
+from weft.serve.requests.structure_checker import StructureChecker
+from weft.serve.requests.text_processor import SHORT, TextProcessor
+from weft.serve.requests.tool_choice import ToolChoice
+from weft.text.reasoning import REASONING_PARSERS, make_reasoning_parser, place_of
+
+NOT_PROMISED = (b"x-slo-promise", b"not promised")  # the answer to x-slo headers if the server has no targets
+DEFAULT_MAX_TOKENS = 16  # of a text completion, as at OpenAI; a chat may fill the whole context
+
+
+class RequestContext(NamedTuple):
+    """The sender of a request, and the latency targets that it asks for."""
+
+    tenant: str  # derived from the API key
+    salt: str  # keeps its cached prefixes apart from other tenants'
+    wanted: LatencyTargets
+    arrival: float
+    request_id: str
+    size: int  # bytes of the body: an upper bound of the work on it, which goes to another thread if large
+
+
+@dataclass(frozen=True)
+class RequestParser:
+    """Checks requests for one model, and holds what that needs."""
+
+    texts: TextProcessor
+    defaults: SamplingParams  # the sampling parameters that the model recommends
+    model: str  # the model name in answers
+    tool_parser: str | None
+    reasoning_parser: str | None
+    checker: StructureChecker
+    pooling: str = "last"  # how the model's hidden states become an embedding
+    fingerprint: str | None = None  # hash of the model path, the engine options and weft's version
+    max_logprobs: int = MAX_LOGPROBS  # most alternatives per token that a request may ask for
+    names_ids: bool = False  # logprobs name tokens by id, unless the request says otherwise
+    includes_usage: bool = False  # every stream ends with a usage chunk
+
+    async def completion(self, body: CompletionBody, caller: RequestContext, facts: EngineInfo) -> ParsedRequest:
+        if body.suffix:
+            raise RequestError("suffix: this server cannot fill in between two texts; leave it out")
+        shown = body.n or 1
+        sampled = max(shown, body.best_of or shown)
+        if body.best_of is not None and body.best_of < shown:
+            raise RequestError(f"best_of={body.best_of} is below n={shown}")
+        if sampled > shown and body.stream:
+            raise RequestError(f"best_of={sampled}: choosing the best of several cannot be streamed")
+        generates = body.max_tokens != 0
+        if not generates and not body.echo:
+            raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1, or echo must be true")
+        keeps = kept_tokens(body, body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS, facts)
+        prompts = await self._read(body, sampled, facts, keeps)
+        prompts = [truncate_prompt(ids, body, keeps) for ids in prompts]
+        describes = body.logprobs if body.echo else None  # logprobs for the prompt's tokens too
+        params = params_of(
+            body,
+            self.defaults,
+            n=sampled,
+            max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
+            logprobs=0 if sampled > shown and body.logprobs is None else body.logprobs,
+            prompt_logprobs=body.prompt_logprobs if describes is None else max(describes, body.prompt_logprobs or 0),
+        )
+        echoed = [(ids, await self._text(ids) if body.echo else "") for ids in prompts]
+        format = CompletionFormatter(
+            f"cmpl-{caller.request_id}",
+            self.model,
+            self.texts.tokenizer,
+            logprobs=body.logprobs,
+            token_ids=bool(body.return_token_ids),
+            names_ids=self._names_ids(body),
+            fingerprint=self.fingerprint,
+            prompts=echoed,
+            per_prompt=sampled,
+            echo=bool(body.echo),
+            prompt_logprobs=body.prompt_logprobs is not None,
+            keeps=shown,
+            generates=generates,
+        )
+        choices = []
+        for number, ids in enumerate(prompts):
+            shared: dict[int, TokenLogprobs] = {}  # prompt logprobs of the first choice, used by all
+            choices += [
+                Choice(number * sampled + index, self.texts.tokenizer, ids, params, prompt_logprobs=shared)
+                for index in range(sampled)
+            ]
+        return await self._call(body, caller, facts, prompts, params, choices, format)
+
+    async def embedding(self, body: PoolingBody, caller: RequestContext, facts: EngineInfo) -> ParsedRequest:
+        """A call that pools its prompts: for embeddings, scores or reranking."""
+        if not self.pooling:
+            raise RequestError(f"{self.model} pools in a way that is not supported: its 1_Pooling/config.json says how")
+        if isinstance(body, EmbeddingsBody):
+            check_dimensions(body.dimensions or None, facts.hidden_size)
+        completion = body.completion()
+        keeps = kept_tokens(completion, 1, facts)
+        try:
+            prompts = [truncate_prompt(ids, completion, keeps) for ids in await self._read(completion, 1, facts, keeps)]
+        except RequestError as error:
+            raise ApiError(400, str(error), param=body.field) from None
+        params = pooling_params(self.pooling)
+        format = body.format(f"embd-{caller.request_id}", self.model)
+        choices: list[Choice] = [EmbeddingChoice(index, None, ids, params) for index, ids in enumerate(prompts)]
+        return await self._call(completion, caller, facts, prompts, params, choices, format)
+
+    async def response(self, body: ResponsesBody, caller: RequestContext, facts: EngineInfo) -> ParsedRequest:
+        """A chat call with the answer format of /v1/responses."""
+        format = ResponsesFormatter(f"resp_{caller.request_id}", self.model, self.texts.tokenizer, body, self.names_ids)
+        chat = await self.texts.aside(caller.size, lambda: as_chat(body))
+        call = await self.chat(chat, caller, facts, format)
+        call.includes_usage = True  # the last event carries the usage
+        return call
+
+    async def chat(
+        self,
+        body: ChatBody,
+        caller: RequestContext,
+        facts: EngineInfo,
+        format: Formatter | None = None,
+        *,
+        fits: bool = False,
+    ) -> ParsedRequest:
+        """A chat call. `fits` lowers max_tokens to the room that the context has left."""
+        if not body.messages:
+            raise RequestError("messages is empty: a chat needs at least one message")
+        if body.top_logprobs and not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true")
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if most == 0:
+            raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1")
+        tools = ToolChoice.of(body)
+        ids, text = await self._chat_prompt(body, caller.size, tools, most, facts)
+        if fits and most is not None:
+            most = max(1, min(most, facts.max_model_len - len(ids)))
+        special: dict[str, Any] = {"max_tokens": most, "logprobs": None}
+        if body.logprobs:
+            special["logprobs"] = body.top_logprobs or 0
+        if (structure := tools.structure()) is not None:
+            special["structured_outputs"] = structure  # overrides response_format: the client requires a tool call
+        begun = _text_of(body.messages[-1]) if body.continue_final_message else None
+        params = self._or_calls(params_of(body, self.defaults, **special), tools)
+        end = text[-32:]
+        params = self._behind_thoughts(params, end, begun)
+        format = format or ChatFormatter(
+            f"chatcmpl-{caller.request_id}",
+            self.model,
+            self.texts.tokenizer,
+            logprobs=bool(body.logprobs),
+            token_ids=bool(body.return_token_ids),
+            names_ids=self._names_ids(body),
+            fingerprint=self.fingerprint,
+            prompt=ids,
+            prompt_logprobs=body.prompt_logprobs is not None,
+            reasoning=body.include_reasoning is not False,
+            legacy=tools.legacy,
+        )
+        choices = []
+        for index in range(params.n):
+            reasoning = None
+            if self.reasoning_parser is not None:
+                reasoning = make_reasoning_parser(self.reasoning_parser, end, begun)
+            parser = tools.parser(self.tool_parser)
+            single = not tools.parallel
+            choice = Choice(index, self.texts.tokenizer, ids, params, reasoning=reasoning, tools=parser, single=single)
+            choices.append(choice)
+        return await self._call(body, caller, facts, [ids], params, choices, format)
+
+    async def rendered(self, body: ChatBody, size: int, facts: EngineInfo) -> tuple[str, TokenIds]:
+        """The prompt of a chat, as text and as token ids. `size` is Caller.size."""
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        ids, text = await self._chat_prompt(body, size, ToolChoice.of(body), most, facts)
+        return (text if body.truncate_prompt_tokens is None else await self._text(ids, special=True)), ids
+
+    async def _chat_prompt(
+        self, body: ChatBody, size: int, tools: ToolChoice, max_tokens: int | None, facts: EngineInfo
+    ) -> tuple[TokenIds, str]:
+        """Token ids of the prompt, truncated if asked for, and the prompt text before truncation."""
+        keeps = kept_tokens(body, max_tokens, facts)
+        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            options.setdefault("reasoning_effort", body.reasoning_effort)
+            options.setdefault("enable_thinking", body.reasoning_effort != "none")
+        continues = _continues(body)
+        ids, text = await self.texts.encode_chat(
+            body.messages,
+            size,
+            {
+                **options,
+                "tools": tools.shown,
+                "documents": body.documents,
+                "add_generation_prompt": body.add_generation_prompt is not False and not continues,
+            },
+            continues=continues,
+            most=None if keeps else facts.max_model_len,
+        )
+        return truncate_prompt(ids, body, keeps), text
+
+    def _or_calls(self, params: SamplingParams, tools: ToolChoice) -> SamplingParams:
+        """Lets a reply with a required structure be tool calls instead. Its first token decides between the two."""
+        if params.structured_outputs is None:
+            return params
+        calls = tools.calls(self.tool_parser, self.texts.template.source)
+        if calls is None:
+            return params
+        return replace(params, structured_outputs=replace(params.structured_outputs, calls=calls))
+
+    def _names_ids(self, body: SamplingBody) -> bool:
+        own = body.return_tokens_as_token_ids
+        return self.names_ids if own is None else own
+
+    def _behind_thoughts(self, params: SamplingParams, prompt_end: str, begun: str | None) -> SamplingParams:
+        """Lets a reasoning model think freely first. The structure applies after its reasoning."""
+        if params.structured_outputs is None or self.reasoning_parser is None:
+            return params
+        place = place_of(self.reasoning_parser, prompt_end, begun)
+        if place.over:
+            return params
+        style = REASONING_PARSERS[self.reasoning_parser]
+        thoughts = Thoughts(style.start, style.end, place.open)
+        return replace(params, structured_outputs=replace(params.structured_outputs, behind=thoughts))
+
+    async def chat_ids(self, body: TokenizeBody, size: int) -> TokenIds:
+        """Token ids that a chat with these messages would send to the model. `size` is Caller.size."""
+        messages, options = body.messages or [], dict(body.chat_template_kwargs or {})
+        continues = _continues(body)
+        options.update(
+            tools=body.tools, add_generation_prompt=body.add_generation_prompt is not False and not continues
+        )
+        return (await self.texts.encode_chat(messages, size, options, continues=continues))[0]
+
+    async def _call(
+        self,
+        body: SamplingBody,
+        caller: RequestContext,
+        facts: EngineInfo,
+        prompts: list[TokenIds],
+        params: SamplingParams,
+        choices: list[Choice],
+        format: Formatter,
+    ) -> ParsedRequest:
+        if params.stop_strings and self.texts.tokenizer is None:
+            raise RequestError(
+                "stop: the model has no tokenizer.json, so there is no text to look at: use stop_token_ids"
+            )
+        if params.structured_outputs is not None:
+            await self._check_structure(body, params.structured_outputs)
+        params.check_vocabulary(facts.vocab_size)
+        _check_logprobs(params, self.max_logprobs, "top_logprobs" if isinstance(body, ChatBody) else "logprobs")
+        for ids in prompts:
+            check_length(len(ids), params.max_tokens if says_length(body) else None, facts, prompt_field(body))
+        wishes = _wishes(body, caller, facts)
+        salt = caller.salt + (body.cache_salt or "")
+        engine_params = replace(params, stop=None)  # the API process looks for stop strings
+        promise = Promise()
+        if facts.has_targets and not wishes.batch:
+            own = (_seconds(wishes.ttft_target_ms), _seconds(wishes.gap_target_ms))
+            constrained = params.structured_outputs is not None
+            promise = facts.targets.promise(max(map(len, prompts)), *own, constrained)
+        check_described(prompts, params)
+        return ParsedRequest(
+            format=format,
+            prompts=[EnginePrompt(np.array(ids, np.int32).tobytes(), engine_params, wishes, salt) for ids in prompts],
+            prompt_tokens=[len(ids) for ids in prompts],
+            choices=choices,
+            arrival=caller.arrival,
+            max_tokens=params.max_tokens,
+            promise=promise,
+            stream=bool(body.stream),
+            includes_usage=body.includes_usage or self.includes_usage,
+            counts_always=body.counts_always,
+            may_be_large=any(one is not None for one in (params.logprobs, params.prompt_logprobs, params.pooling)),
+            headers=_promised(promise) if facts.has_targets or not any(caller.wanted) else [NOT_PROMISED],
+        )
+
+    async def _check_structure(self, body: SamplingBody, structure: StructuredOutputs) -> None:
+        try:
+            await self.checker.check(structure)
+        except RequestError as error:
+            raise ApiError(400, str(error), param=structure_field(body)) from None
+
+    async def _read(self, body: CompletionBody, n: int, facts: EngineInfo, keeps: int) -> list[TokenIds]:
+        """The prompts of a completion: text, token ids, or a list of either."""
+        prompt = body.prompt
+        every = [prompt] if isinstance(prompt, str) or (prompt and _is_number(prompt[0])) else prompt
+        if not every:
+            raise RequestError("prompt is empty: at least one token is needed to predict the next one")
+        if len(every) > MOST_PROMPTS or len(every) * n > MOST_STREAMS:
+            raise RequestError(
+                f"prompt: {len(every)} prompts with n={n} are too many at once: at most {MOST_PROMPTS} prompts and "
+                f"{MOST_STREAMS} completions fit into one request"
+            )
+        found = []
+        characters = 0
+        for one in every:
+            found.append(await self._ids(one, body, facts, keeps))
+            characters += len(one) if isinstance(one, str) else 0
+            if characters > SHORT:  # short texts are encoded on the event loop: let other tasks run
+                characters = 0
+                await asyncio.sleep(0)
+        return found
+
+    async def _ids(self, prompt: Any, body: CompletionBody, facts: EngineInfo, keeps: int) -> TokenIds:
+        if isinstance(prompt, str):
+            most = None if keeps else facts.max_model_len
+            ids = await self.texts.encode(prompt, body.add_special_tokens is not False, most)
+            if not ids:
+                raise RequestError("prompt is empty: at least one token is needed to predict the next one")
+            return ids
+        elif isinstance(prompt, list) and keeps and len(prompt) > keeps:
+            return await self._ids(truncate_prompt(prompt, body, keeps), body, facts, keeps)
+        elif isinstance(prompt, list) and len(prompt) >= facts.max_model_len:
+            raise too_long(len(prompt), None, facts, "prompt")  # before checking each of perhaps a million tokens
+        elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # excludes bool, a subclass of int
+            ids = prompt
+        else:
+            raise RequestError("prompt must be text, a list of token ids, or a list of either")
+        if not ids:
+            raise RequestError("prompt is empty: at least one token is needed to predict the next one")
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < facts.vocab_size:
+                raise RequestError(f"prompt names token id {token}, outside 0..{facts.vocab_size - 1}")
+        return ids
+
+    async def _text(self, ids: TokenIds, special: bool = False) -> str:
+        tokenizer = self.texts.needed()
+        return await self.texts.aside(4 * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=not special))
+
+
+def _continues(body: ChatBody | TokenizeBody) -> bool:
+    """Whether the model continues the last message."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError("continue_final_message cannot stand beside add_generation_prompt: set one of them to false")
+    return bool(body.continue_final_message)
+
+
+def _text_of(message: Json) -> str:
+    """The text of a message; a list of parts is joined."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""
+
+
+def _wishes(body: SamplingBody, caller: RequestContext, facts: EngineInfo) -> Wishes:
+    batch = body.service_tier == "flex"
+    ttft_ms, gap_ms = caller.wanted
+    if batch and (ttft_ms or gap_ms):
+        raise RequestError("service_tier=flex is promised nothing: leave the x-slo headers out")
+    if not facts.has_targets:
+        ttft_ms = gap_ms = None  # response headers tell the client so (NOT_PROMISED)
+    # `priority` and `user` only order requests of the same API key. Fairness decides between API keys.
+    return Wishes(0, caller.tenant, body.priority or 0, batch, gap_ms, ttft_ms, body.user or "")
+
+
+def _promised(promise: Promise) -> list[tuple[bytes, bytes]]:
+    """Response headers with the promised targets, in milliseconds."""
+    found = ((b"x-slo-gap-ms", promise.promised_gap), (TTFT_HEADER, promise.promised_ttft))
+    return [(name, b"%g" % round(seconds * 1000, 3)) for name, seconds in found if seconds < math.inf]
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def _check_logprobs(params: SamplingParams, most: int, field: str) -> None:
+    """Raises if too many alternatives per token are asked for. `field` is the body's field for output logprobs."""
+    for name, wanted in ((field, params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if wanted is not None and wanted > most:
+            raise RequestError(f"{name}: {wanted} alternatives a token are wanted, and {most} may be (--max-logprobs)")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(12)
