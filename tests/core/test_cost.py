@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.core import Coefficients, CostModel, StepShape
 from weft.core.budget import Beside, UpToTheGap
-from weft.core.cost import Coefficients, CostModel, StepShape, fit, slice_reach, with_slice
 from weft.core.host import MOVED_ROWS, HostCost
+from weft.core.shape import slice_reach, with_slice
+from weft.engine.cost_fit import fit
 
 MODEL = Coefficients(0.001, 0.004, 2e-5, 1e-9, 2e-5, 1e-5, 3e-8)
 DECODES = StepShape(32, 0.0, 0, 32, 32_000)
@@ -210,7 +212,7 @@ def test_sizes_count_where_steps_are_not_padded() -> None:
 def test_a_pace_knows_sizes() -> None:
     slow = replace(MODEL, grain=128, wave=512, sizes=(1.25,) * 8)
     even = replace(slow, sizes=())
-    paces = [one.efficiency(32, 32_000.0, 0, 2000, 0.02) for one in (slow, even)]
+    paces = [one.pace(32, 32_000.0, 0.0, 2000, 0.02) for one in (slow, even)]
     assert paces[0] == pytest.approx(paces[1] / 1.25)
 
 

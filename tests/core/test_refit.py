@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.core.cost import Coefficients, CostModel, StepShape, with_slice
+from weft.core import Coefficients, CostModel, StepShape
 from weft.core.refit import APART, REACH, SAMPLES, WINDOW, Refit, Reservoir, fit_multipliers
+from weft.core.shape import with_slice
 
 MODEL = Coefficients(0.0006, 0.0043, 2.35e-5, 8.5e-10, 2e-5, 1.1e-5, 3.2e-8)  # an H200 with a model of 8B
 GAP = 0.025  # seconds

@@ -8,8 +8,8 @@ import pytest
 from tests.core.test_scheduler import prompt, run
 from tests.toy import ToyExecutor, solo, toy_loop, toy_stream
 from weft.core import Coefficients, CostModel, Request, Scheduler, StepBatch, chunked, slo
-from weft.core.cost import StepShape, decodes_alone
 from weft.core.promises import Source
+from weft.core.shape import StepShape, decodes_alone
 from weft.core.tenants import Tenants
 from weft.engine.executor import StepInputs, StepMasks, StepResult
 from weft.engine.loop import Loop

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.engine.test_calibration import FAST, LIMITS, Device, PreparedAhead
-from weft.core.residuals import Heat
 from weft.engine.rehearsal import ACTS, BURSTS, LONE, rehearse
+from weft.engine.residuals import Heat
 
 
 def test_steps_of_a_rehearsal_are_those_of_service() -> None:

@@ -12,7 +12,9 @@ import pytest
 
 from tests.smooth import SMOOTH
 from weft.core import StepShape, Targets
-from weft.core.cost import Coefficients, fit, with_slice
+from weft.core.coefficients import Coefficients
+from weft.core.shape import with_slice
+from weft.engine.cost_fit import fit
 from weft.errors import OptionError
 from weft.sim.compare import kept_promises, make_policy, report, run_policy
 from weft.sim.profiles import load_profile

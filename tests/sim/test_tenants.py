@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from weft.core import CostModel, Outcome, Plan, Request, Scheduler, Source, slo
-from weft.core.cost import Coefficients
+from weft.core.coefficients import Coefficients
 
 COST = Coefficients(0.004, 0.004, 1.5e-4, 2e-9, 1e-5, 3e-4, 1e-8)  # a small model on two cores
 SECONDS = 20.0

@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         ttft=arguments.ttft_target_ms / 1000,
         ttft_per_1k=arguments.ttft_target_per_1k_ms / 1000,
     )
-    smallest = profile.coefficients.fixed + profile.coefficients.weights
+    smallest = profile.coefficients.smallest_step
     if targets.gap <= smallest:
         raise OptionError(
             f"--gap-target-ms {arguments.gap_target_ms:g} cannot be met: an empty step takes {smallest * 1000:.2f} ms "

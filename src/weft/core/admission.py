@@ -9,10 +9,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from weft.core.budget import BATCH_DELAY, BATCH_JOINS, BATCH_SHARE, Allowance, StepLoad
-from weft.core.cost import CostModel, StepShape
+from weft.core.cost import CostModel
 from weft.core.forecast import Array, Forecast, Prefill, Rows, expect, forecast
 from weft.core.lineup import Lineup
 from weft.core.request import Request
+from weft.core.shape import StepShape
 
 MEMORY = 10.0  # seconds over which the load is averaged
 MOST_LOAD = 0.6  # upper bound of the load; a higher estimate is not trusted
@@ -150,7 +151,7 @@ class DeadlineAdmission:
         if request.deadline == math.inf:
             return False
         pace = self.allowance.pace(self.cost, load.beside, first)
-        seconds = self.cost.coefficients.prefill_seconds(first, count) * self.cost.bias
+        seconds = self.cost.prefill_seconds(first, count) * self.cost.bias
         wait = 0.0  # seconds until there is memory
         if load.freed is not None and not request.sibling:  # completions of one prompt share its memory
             wait = max(0.0, count - load.free) / load.freed / HOPE
@@ -161,7 +162,7 @@ class DeadlineAdmission:
         return True
 
     def may_join(self, after: StepShape, gap: float) -> bool:
-        return self.cost.predict(after) * self.cost.decode.tail <= gap
+        return self.cost.tail(after) <= gap
 
     def has_slack(self, after: StepShape, alone: StepShape, gap: float, soft_gap: float, joins: bool) -> bool:
         if min(gap, soft_gap) == math.inf:
@@ -175,7 +176,7 @@ class DeadlineAdmission:
 
     def is_possible(self, prefill: Prefill) -> bool:
         request, first, left = prefill
-        if SURELY * self.cost.coefficients.prefill_seconds(first, left) * self.cost.bias < request.ttft_target:
+        if SURELY * self.cost.prefill_seconds(first, left) * self.cost.bias < request.ttft_target:
             return True  # most prompts need no forecast
         idle = StepLoad(prefill.request.arrival, StepShape(), math.inf)
         alone = forecast(self.cost, self.allowance, idle, Rows.of([prefill.pack()]), 0.0)

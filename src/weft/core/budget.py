@@ -5,7 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from weft.core.cost import CostModel, StepShape, slice_reach
+from weft.core.cost import CostModel
+from weft.core.shape import StepShape
 from weft.core.turnover import NONE_DECODES, Ends
 
 IDLE_STEP = 0.25  # seconds that a step may take if no decode has a gap target; bounds the wait of a new request
@@ -110,8 +111,8 @@ class FixedTokens:
 
     def step(self, cost: CostModel, beside: Beside, reach: float) -> float:
         work = self._work(cost, beside.decodes, reach)
-        least = least_step(cost, beside.decodes, beside.context, reach)
-        return max(least, _aside(cost, beside.decodes, beside.context, reach) + work)
+        least = cost.least_step(beside.decodes, beside.context, reach)
+        return max(least, cost.overhead(beside.decodes, beside.context, reach) + work)
 
     def pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
         return self._work(cost, beside.decodes, reach) / self.step(cost, beside, reach)
@@ -123,9 +124,7 @@ class FixedTokens:
         return False
 
     def _work(self, cost: CostModel, decodes: int, reach: float) -> float:
-        """Seconds of prefill in a step. Attention waves are counted at the middle of the prompt."""
-        c = cost.coefficients
-        return (c.token + c.wave_pair * reach / 2) * max(0, self.tokens - decodes)
+        return cost.slice_work(self.tokens - decodes, reach)
 
 
 class WholePrompts(FixedTokens):
@@ -194,9 +193,9 @@ class UpToTheGap:
 
     def _yielding_step(self, cost: CostModel, beside: Beside) -> float:
         """Seconds of the step in which prefills reach YIELDS of the pace that `chunked` would give."""
-        aside = _aside(cost, beside.decodes, beside.context, 0)
+        overhead = cost.overhead(beside.decodes, beside.context, 0)
         chunked = self._chunked.step(cost, beside, 0)
-        return min(chunked, aside / (1 - YIELDS * (1 - aside / chunked)))
+        return min(chunked, overhead / (1 - YIELDS * (1 - overhead / chunked)))
 
     def starves(self, load: StepLoad) -> bool:
         if not load.shape.decodes or load.gap == math.inf:
@@ -205,29 +204,15 @@ class UpToTheGap:
         return self.pace(self.cost, beside, 0) < STARVED * self._chunked.pace(self.cost, beside, 0)
 
     def pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        decodes, context = beside.decodes, beside.context
         step = self.step(cost, beside, reach)
-        least = least_step(cost, decodes, context, reach)
-        if least > step:
-            return 0.0
-        c = cost.coefficients
-        if c.wave or c.grain > 1:
-            tokens = max(1, self.tokens - decodes)
-            middle = c.efficiency(decodes, context, int(reach / 2), tokens, step)
-            return min(middle, c.efficiency(decodes, context, int(reach), tokens, step))
-        aside = _aside(cost, decodes, context, reach)
-        # If `tokens` limits the step, attention grows with the prompt: a quarter of the final context is counted.
-        work = (c.token + c.pair * reach / 4) * max(0, self.tokens - decodes)
-        full = max(least, aside + work)
-        return work / full if full < step else 1 - aside / step
+        return cost.pace(beside.decodes, beside.context, reach, self.tokens - beside.decodes, step)
 
     def squeezed_pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        c = cost.coefficients
         shape = StepShape(beside.decodes, decodes=beside.decodes, context=beside.context)
-        step = c.predict(c.with_slice(shape, max(0, int(reach) - LEAST_SLICE), LEAST_SLICE))
-        if step * cost.bias > min(beside.gap, self.step(cost, beside, reach) * cost.margin):
+        pace, seconds = cost.small_slice_pace(shape, max(0, int(reach) - LEAST_SLICE), LEAST_SLICE)
+        if seconds * cost.bias > min(beside.gap, self.step(cost, beside, reach) * cost.margin):
             return 0.0
-        return LEAST_SLICE * c.token / step
+        return pace
 
 
 class TokenBudget:
@@ -296,7 +281,7 @@ class TimeBudget:
         most = min(wanted, self.tokens)
         if most <= 0:
             return 0
-        fitting = self.cost.coefficients.best_slice(self.shape, first, most, self.seconds)
+        fitting = self.cost.best_slice(self.shape, first, most, self.seconds)
         least = min(most, LEAST_SLICE)
         if fitting < least and not self.shape.slices and self._may_squeeze(first, least):
             return least
@@ -308,11 +293,11 @@ class TimeBudget:
         On an idle step it always may, however slow the machine. Otherwise the step must meet the gap without the margin
         for noise.
         """
-        squeezed = self.cost.coefficients.with_slice(self.shape, first, count)
+        squeezed = self.cost.with_slice(self.shape, first, count)
         return self.idle or self.cost.predict(squeezed) * self.cost.bias <= self.gap
 
     def take(self, first: int, count: int) -> None:
-        self.shape = self.cost.coefficients.with_slice(self.shape, first, count)
+        self.shape = self.cost.with_slice(self.shape, first, count)
         self.tokens -= count
 
     def tighten(self, seconds: float, *, is_promised: bool) -> None:
@@ -327,25 +312,3 @@ class TimeBudget:
     def limit_batch(self) -> None:
         self.seconds = min(self.seconds, self.batch_seconds)
         self.gap = min(self.gap, self.batch_seconds * self.cost.margin)
-
-
-def most_squeezed_pace(cost: CostModel) -> float:
-    """A bound of `squeezed_pace`, fast to compute: no step is shorter than reading the weights."""
-    c = cost.coefficients
-    return math.inf if c.sizes else LEAST_SLICE * c.token / max(c.fixed + c.weights, 1e-12)
-
-
-def least_step(cost: CostModel, decodes: int, context: float, reach: float) -> float:
-    """Seconds of a step with almost no prefill."""
-    c = cost.coefficients
-    if c.wave or c.grain > 1:
-        first = max(0, int(reach) - 1)  # the shape of a step with one slice of one token, without detours
-        return c.predict(StepShape(decodes + 1, first + 1.0, 1, decodes, context, slice_reach(first, 1, c.wave)))
-    return _aside(cost, decodes, context, reach) + max(0.0, c.weights - c.token * decodes)
-
-
-def _aside(cost: CostModel, decodes: int, context: float, reach: float) -> float:
-    """Seconds of a step with a prefill that are not prefill work. With waves, half of one wave is counted."""
-    c = cost.coefficients
-    read = c.reach * reach * (0.5 if c.wave else 1.0)
-    return c.fixed + c.prefill + c.slice + c.token * decodes + c.rows(decodes) + c.context * context + read

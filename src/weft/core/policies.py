@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from weft.core.admission import Admission, AdmitAll, DeadlineAdmission
 from weft.core.budget import Allowance, FixedTokens, UpToTheGap, WholePrompts
-from weft.core.cost import CostModel, StepShape
+from weft.core.cost import CostModel
 from weft.core.host import HostCost
 from weft.core.queue import ByArrival, BySlack, Order
+from weft.core.shape import StepShape
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Policy:
 
     def work(self, tokens: int) -> float:
         """Cost to compute `tokens` tokens from the start: seconds, or tokens without a cost model."""
-        return tokens if self.cost is None else self.cost.coefficients.prefill_seconds(0, tokens)
+        return tokens if self.cost is None else self.cost.prefill_seconds(0, tokens)
 
 
 def chunked(max_num_batched_tokens: int) -> Policy:

@@ -58,7 +58,7 @@ class BySlack:
         if request.due == math.inf:
             start = request.arrival + PATIENCE
         else:
-            start = request.due - self.cost.coefficients.prefill_seconds(0, request.known)
+            start = request.due - self.cost.prefill_seconds(0, request.known)
             if request.ttft_source is Source.DEFAULT:  # promised requests go first
                 start += PATIENCE
         start += TURN * request.turn

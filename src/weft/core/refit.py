@@ -9,18 +9,16 @@ Steps are divided into windows. Coefficients fitted on one window are compared w
 """
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:  # cost.py imports this file
-    from weft.core.cost import Coefficients, StepShape
+from weft.core.coefficients import FEW, Coefficients
+from weft.core.shape import StepShape
 
 Array = NDArray[np.float64]
 COLUMNS = 7  # of a sample: the fields of StepShape and the seconds
-# Number of decodes up to which each costs most. H200 with Llama-3-8B: 30 us each up to about 16, 11 us each beyond.
-FEW = 16
 
 WINDOW = 1024  # steps; a window ends here if it has QUOTA steps of both kinds (decode only, with prefill)
 QUOTA = 64
@@ -53,7 +51,7 @@ class Reservoir:
         self.stride = 1
         self.samples: list[tuple[float, ...]] = []  # fields of the shape, and the seconds
 
-    def add(self, shape: "StepShape", seconds: float) -> None:
+    def add(self, shape: StepShape, seconds: float) -> None:
         if self.seen % self.stride == 0:
             if len(self.samples) == SAMPLES:
                 del self.samples[1::2]
@@ -80,7 +78,7 @@ class Candidate(NamedTuple):
 class Refit:
     """Observes every step and returns new coefficients when they should be used."""
 
-    def __init__(self, coefficients: "Coefficients") -> None:
+    def __init__(self, coefficients: Coefficients) -> None:
         self.in_force = coefficients
         # Error of the current coefficients on the window in which they proved better: log(measured / predicted), as in
         # the cost model.
@@ -92,7 +90,7 @@ class Refit:
         self._past = (np.empty((0, COLUMNS)), np.empty((0, COLUMNS)))
         self._open()
 
-    def observe(self, shape: "StepShape", seconds: float) -> "Coefficients | None":
+    def observe(self, shape: StepShape, seconds: float) -> Coefficients | None:
         """Records one served step. Returns new coefficients at the step from which on they are used, else None."""
         if not 0 < seconds < math.inf:
             return None
@@ -108,7 +106,7 @@ class Refit:
         self._steps = 0
         self._due = WINDOW
 
-    def _turn(self) -> "Coefficients | None":
+    def _turn(self) -> Coefficients | None:
         """Ends the window if it has enough steps: judges the candidate of the window before, and fits a new one."""
         decode, prefill = self._decode, self._prefill
         if min(decode.seen, prefill.seen) < QUOTA and self._steps < LONGEST_WINDOW:

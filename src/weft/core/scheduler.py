@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from weft.core.blocks import BlockPool
 from weft.core.budget import Budget, StepLoad
-from weft.core.cost import StepShape, decodes_alone, step_shape
 from weft.core.draft import NO_SLOTS, Draft, ints
 from weft.core.forecast import GROUPS, Prefill
 from weft.core.lineup import Lineup, line_up
@@ -29,6 +28,7 @@ from weft.core.prefix import BeforeReuse, NamedBlocks, PrefixCache
 from weft.core.promises import CONSTRAINED_STEPS, Source
 from weft.core.queue import Queue, Turns, service_of
 from weft.core.request import Rank, Request, State
+from weft.core.shape import StepShape, decodes_alone, step_shape
 from weft.core.slots import Slots
 from weft.core.step import BlockUpdates, Outcome, Plan, PlannedStep, StepBatch, StepRecord
 from weft.core.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT, Account, Tenants

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.cost import StepShape
 from weft.core.request import Request
+from weft.core.shape import StepShape
 
 
 class BlockUpdates(NamedTuple):

@@ -26,12 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import BlockUpdates, Coefficients, StepBatch, StepShape
-from weft.core.cost import fit, step_shape
 from weft.core.host import WAKING
-from weft.core.residuals import Residuals, RunStep, fit_residuals, fit_sizes
+from weft.core.shape import step_shape
+from weft.engine.cost_fit import fit
 from weft.engine.executor import Executor, PendingStep, SlotSetup, StepInputs, StepResult
 from weft.engine.params import SamplingParams
 from weft.engine.rehearsal import ACTS, BURSTS, FULL, LONE, rehearse
+from weft.engine.residuals import Residuals, RunStep, fit_residuals, fit_sizes
 from weft.errors import EngineError
 
 FORMAT = 10  # version of the file; another version is measured again

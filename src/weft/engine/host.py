@@ -8,9 +8,10 @@ import numpy as np
 from weft.core import CostModel, HostCost, Request, Scheduler, slo
 from weft.core.admission import DeadlineAdmission
 from weft.core.budget import StepLoad
-from weft.core.cost import Coefficients, decodes_alone
+from weft.core.coefficients import Coefficients
 from weft.core.forecast import GROUPS, Prefill, Rows
 from weft.core.lineup import Lineup
+from weft.core.shape import decodes_alone
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.core import Scheduler, StepRecord, chunked
-from weft.core.residuals import RunStep
 from weft.engine.executor import Executor
 from weft.engine.hashing import root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
+from weft.engine.residuals import RunStep
 from weft.engine.stream import Stream
 
 PROMPT_SPREAD = 1.0  # standard deviation of the logarithm of a prompt's tokens

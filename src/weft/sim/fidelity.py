@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import Targets
-from weft.core.residuals import Heat, RunStep
+from weft.engine.residuals import Heat, RunStep
 from weft.sim.compare import Report, run_policy
 from weft.sim.profiles import Profile
 from weft.sim.simulator import Played, Truth

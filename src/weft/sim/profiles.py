@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core import Coefficients, CostModel, HostCost
-from weft.core.residuals import Residuals
+from weft.engine.residuals import Residuals
 from weft.errors import OptionError
 
 FOLDER = Path(__file__).parent / "profiles"

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import HostCost, Outcome, Plan, Promise, Request, Scheduler, StepBatch, StepRecord, StepShape, Targets
-from weft.core.cost import Coefficients
-from weft.core.residuals import Heat, Residuals
+from weft.core.coefficients import Coefficients
 from weft.engine.executor import StepInputs, StepResult
 from weft.engine.loop import StepLoop
+from weft.engine.residuals import Heat, Residuals
 from weft.engine.simulated import SimulatedExecutor, VirtualClock
 from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
 

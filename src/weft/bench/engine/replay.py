@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from weft.core import StepRecord
-from weft.core.residuals import RunStep
 from weft.engine.engine import Engine
 from weft.engine.params import SamplingParams
+from weft.engine.residuals import RunStep
 from weft.engine.stream import Stream
 from weft.engine.streams import TokenEvent
 from weft.sim.fidelity import Served

@@ -14,14 +14,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.cost import Coefficients, StepShape
+from weft.core.coefficients import Coefficients
+from weft.core.refit import HUBER
+from weft.core.shape import StepShape
 
 HEATING = 0.03  # seconds after which the GPU clock has followed a load change by two thirds; measured on an H200
 PRIOR = 4.0  # steps; a size with fewer measurements is assumed to be mostly like the others
 LITTLE = 1e-3  # weight of a prior of zero for heat: keeps the fit regular if no step is hot
 FEWEST = 64  # steps of each kind that a fit needs
 ROUNDS = 10
-HUBER = 1.345  # spreads; a larger error counts in proportion to its size, not its square
 
 
 class Heat:
@@ -30,7 +31,7 @@ class Heat:
     def __init__(self, coefficients: Coefficients) -> None:
         self.share = 0.0
         self._coefficients = coefficients
-        self._by_bytes = coefficients.fixed + coefficients.weights  # seconds of a step that do not heat the device
+        self._by_bytes = coefficients.smallest_step  # seconds of a step that do not heat the device
 
     def rest(self, seconds: float) -> None:
         """The device was idle for `seconds`."""

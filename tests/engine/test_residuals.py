@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from weft.core import Coefficients, StepShape
-from weft.core.residuals import Heat, Residuals, RunStep, fit_residuals, fit_sizes
+from weft.engine.residuals import Heat, Residuals, RunStep, fit_residuals, fit_sizes
 
 COST = Coefficients(1e-3, 3e-3, 2e-5, 0.0, 5e-5, 5e-6, 3e-8, grain=128, wave=512)
 SIZES = (1.05, 1.0, 0.95, 0.93, 1.0, 1.04, 1.0, 0.97)
