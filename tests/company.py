@@ -113,7 +113,7 @@ def play(
             assert stream.output == expected
         seen["preemptions"] += stream.request.preemptions
         seen["prefix hits"] += stream.request.cached_tokens > 0
-    assert loop.scheduler.pool.num_free == loop.scheduler.pool.num_blocks, "blocks were lost"
+    assert loop.scheduler.kv.pool.num_free == loop.scheduler.kv.pool.num_blocks, "blocks were lost"
     assert not loop.streams
 
 

@@ -29,7 +29,7 @@ def _nothing_is_left_behind(llm: LLM) -> Iterator[None]:
     llm.engine.loop.drain()
     scheduler = llm.engine.loop.scheduler
     scheduler.check_integrity()
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
     assert not llm.engine.loop.streams
 
 
@@ -328,7 +328,7 @@ def test_a_step_that_fails_is_raised_and_the_next_request_works(llm: LLM, monkey
 def test_a_step_that_cannot_be_submitted_leaves_nothing_cached(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = "a prompt of several blocks, whose content was planned and never computed"
     expected = generate(llm, prompt, temperature=0, max_tokens=5).token_ids
-    llm.engine.loop.scheduler.clear_cache()
+    llm.engine.loop.scheduler.kv.clear_cache()
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.loop.executor, "submit", lambda *step: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -357,7 +357,7 @@ def test_not_a_number_in_one_request_does_not_reach_another(tmp_path: Path) -> N
         expected = [r.token_ids for r in small.generate(prompts, LONG_ENOUGH, progress=False)]
         for pool in (*small.engine.loop.executor.kv.k, *small.engine.loop.executor.kv.v):  # type: ignore[attr-defined]
             pool.fill_(torch.nan)
-        small.engine.loop.scheduler.clear_cache()
+        small.engine.loop.scheduler.kv.clear_cache()
         assert [r.token_ids for r in small.generate(prompts, LONG_ENOUGH, progress=False)] == expected
 
 

@@ -28,7 +28,7 @@ def one_by_one(requests: list[Request], now: float) -> list[Request]:
 
     def head(key: LineKey) -> tuple[object, ...]:
         request = lines[key][0]
-        served = service[key.account] if request.tag is None else request.tag
+        served = service[key.account] if request.service_at_start is None else request.tag
         return key[:2], levels.of(request, served), request.rank[3:], key
 
     order = []
@@ -37,7 +37,7 @@ def one_by_one(requests: list[Request], now: float) -> list[Request]:
         assert isinstance(key, LineKey)
         request = lines[key].popleft()
         order.append(request)
-        if request.tag is None:
+        if request.service_at_start is None:
             service[key.account] += INPUT_WEIGHT * request.known / key.account.weight
         if not lines[key]:
             del lines[key]
@@ -71,7 +71,7 @@ def test_the_order_is_that_of_service(
         request = Request(f"{number:03d}", tokens, 10, tenant=tenant, account=accounts[tenant], batch=batch)
         request.priority, request.precedence = priority, precedence
         if where == "started" or (where == "queued" and charged):
-            request.tag = accounts[tenant].service / 2
+            request.service_at_start = accounts[tenant].service / 2
         request.rank = (batch, priority, precedence, float(tokens), 0.0, request.id)
         request.packed = Prefill(request, 0, tokens).pack()
         places[where].append(request)
@@ -102,7 +102,7 @@ def calls_of_a_plan(queued: int, tenants: int, batch: bool) -> int:
     def request(name: str, batch: bool) -> Request:
         source = Source.DEFAULT
         wanted = {} if batch else {"ttft_target": 1.0, "gap_target": 0.025}
-        tenant = f"tenant {len(scheduler._fresh) % tenants}"
+        tenant = f"tenant {len(scheduler.screening) % tenants}"
         return Request(name, 200, 400, now, tenant=tenant, batch=batch, ttft_source=source, gap_source=source, **wanted)
 
     def step() -> None:

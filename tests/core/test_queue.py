@@ -1,6 +1,6 @@
-"""Turns: whose slice is next in the making of one plan."""
+"""PrefillOrder: whose slice is next in the making of one plan."""
 
-from weft.core.queue import Queue, Turns
+from weft.core.queue import PrefillOrder, Queue
 from weft.core.request import Request, State
 from weft.core.tenants import Tenants
 
@@ -14,7 +14,7 @@ def test_one_that_was_preempted_meanwhile_can_be_passed_over() -> None:
     )
     runs.state = State.RUNNING
     queue = Queue()
-    turns = Turns([runs], queue, overtakes=False, now=0.0)
+    turns = PrefillOrder([runs], queue, overtakes=False, now=0.0)
     assert turns.next() is runs
     queue.add(victim)
     turns.served(runs)

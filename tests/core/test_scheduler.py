@@ -56,7 +56,7 @@ def test_tokens_are_those_of_a_solo_run_and_nothing_is_left_behind(depth: int) -
         assert stream.output == solo(stream.prompt.tolist(), 12)
         assert stream.request.state is State.FINISHED
     loop.scheduler.check_integrity()
-    assert loop.scheduler.pool.num_free == loop.scheduler.pool.num_blocks
+    assert loop.scheduler.kv.pool.num_free == loop.scheduler.kv.pool.num_blocks
 
 
 def test_a_stop_is_noticed_one_step_late_and_the_surplus_token_is_thrown_away() -> None:
@@ -180,7 +180,7 @@ def test_an_abort_at_any_moment_frees_everything(depth: int, steps: int) -> None
     run(loop)
     assert other.output == solo(prompt(2, 10), 5)
     loop.scheduler.check_integrity()
-    assert loop.scheduler.pool.num_free == loop.scheduler.pool.num_blocks
+    assert loop.scheduler.kv.pool.num_free == loop.scheduler.kv.pool.num_blocks
 
 
 def test_a_seat_is_reused_while_its_old_slot_is_still_in_flight() -> None:

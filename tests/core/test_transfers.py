@@ -59,16 +59,16 @@ def test_blocks_on_their_way_in_are_nobody_elses_until_they_arrive() -> None:
     scheduler, tokens = loop.scheduler, prompt(3, 20)
     content = states_of(tokens)
     names = list(content)
-    expected = scheduler.expect_blocks(names)
+    expected = scheduler.kv.expect_blocks(names)
     assert expected is not None
     before = toy_stream("before", tokens, 5)
     loop.add(before)
     run(loop)
     assert before.request.cached_tokens == 0, "its contents are not there yet"
-    loop.scheduler.clear_cache()
+    loop.scheduler.kv.clear_cache()
     data = np.array([content[name] for name in names]).view(np.uint8)
     loop.executor.write_blocks(expected.blocks, data).result()
-    assert scheduler.end_transfer(expected, arrived=True)
+    assert scheduler.kv.end_transfer(expected, arrived=True)
     after = toy_stream("after", tokens, 5)
     loop.add(after)
     run(loop)
@@ -82,14 +82,14 @@ def test_blocks_that_are_cached_already_are_not_expected() -> None:
     loop.add(toy_stream("r", tokens[:13], 1))
     run(loop)
     names = list(states_of(tokens))
-    expected = loop.scheduler.expect_blocks(names)
+    expected = loop.scheduler.kv.expect_blocks(names)
     assert expected is not None
     assert expected.names == names[3:]
 
 
 def test_a_request_waits_for_blocks_that_a_transfer_has_reserved() -> None:
     loop = toy_loop(num_blocks=8, block_size=BLOCK)
-    expected = loop.scheduler.expect_blocks([b"a", b"b", b"c", b"d"])
+    expected = loop.scheduler.kv.expect_blocks([b"a", b"b", b"c", b"d"])
     assert expected is not None
     stream = toy_stream("r", prompt(1, 25), 4)  # it needs seven blocks
     loop.add(stream)
@@ -97,21 +97,21 @@ def test_a_request_waits_for_blocks_that_a_transfer_has_reserved() -> None:
         loop.step()
         loop.scheduler.check_integrity()
     assert not stream.output
-    assert loop.scheduler.end_transfer(expected, arrived=False)
+    assert loop.scheduler.kv.end_transfer(expected, arrived=False)
     run(loop)
     assert stream.output == solo(prompt(1, 25), 4)
 
 
 def test_a_transfer_that_fails_gives_its_blocks_back() -> None:
     scheduler = toy_loop(num_blocks=8, block_size=BLOCK).scheduler
-    expected = scheduler.expect_blocks([b"a", b"b", b"c"])
+    expected = scheduler.kv.expect_blocks([b"a", b"b", b"c"])
     assert expected is not None
-    assert scheduler.pool.num_free == 5
-    assert scheduler.expect_blocks([bytes([n]) for n in range(2)]) is None, "more than half of all blocks"
-    assert scheduler.end_transfer(expected, arrived=False)
-    assert not scheduler.end_transfer(expected, arrived=True), "it has ended"
-    assert scheduler.pool.num_free == 8
-    assert not scheduler.cache.match([b"a"], 0, 1)
+    assert scheduler.kv.pool.num_free == 5
+    assert scheduler.kv.expect_blocks([bytes([n]) for n in range(2)]) is None, "more than half of all blocks"
+    assert scheduler.kv.end_transfer(expected, arrived=False)
+    assert not scheduler.kv.end_transfer(expected, arrived=True), "it has ended"
+    assert scheduler.kv.pool.num_free == 8
+    assert not scheduler.kv.cache.match([b"a"], 0, 1)
     scheduler.check_integrity()
 
 
@@ -125,20 +125,20 @@ def test_transfers_beside_requests_lose_no_block_and_change_no_token(script: lis
         if action == "ask":
             streams.append(toy_stream(f"r{turn}", tokens, 5))
             loop.add(streams[-1])
-        elif action == "expect" and (found := scheduler.expect_blocks(list(states_of(tokens)))) is not None:
+        elif action == "expect" and (found := scheduler.kv.expect_blocks(list(states_of(tokens)))) is not None:
             expected.append((found, states_of(tokens)))
         elif action in ("arrive", "fail") and expected:
             blocks, content = expected.pop(number % len(expected))
-            assert scheduler.is_expected(blocks)
+            assert scheduler.kv.is_expected(blocks)
             if action == "arrive" and blocks.names:
                 data = np.array([content[name] for name in blocks.names]).view(np.uint8)
                 loop.executor.write_blocks(blocks.blocks, data).result()
-            assert scheduler.end_transfer(blocks, arrived=action == "arrive")
+            assert scheduler.kv.end_transfer(blocks, arrived=action == "arrive")
         loop.step()
         scheduler.check_integrity()
     for blocks, _ in expected:
-        scheduler.end_transfer(blocks, arrived=False)
+        scheduler.kv.end_transfer(blocks, arrived=False)
     run(loop)
     for stream in streams:
         assert stream.output == solo(stream.prompt.tolist(), 5)
-    assert scheduler.pool.num_free == 20
+    assert scheduler.kv.pool.num_free == 20

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.turnover import FEWEST, MEMORY, SCARCE, USUAL, Lengths, Turnover
+from weft.core.turnover import FEWEST, MEMORY, SCARCE, USUAL, OutputLengths, Turnover
 
 
 def serve(turnover: Turnover, steps: int, *, seconds: float, tokens: int, grown: int = 0, free: float = 0.1) -> None:
@@ -55,13 +55,13 @@ def test_a_request_must_have_ended_when_it_has_written_all_at_its_own_gap() -> N
     """Not at the tightest gap of all: a constrained one has a token every second step, and steps may be as long as the
     gaps of those that stay."""
     gaps = np.array([0.025, 0.5, 2 * 0.025, math.inf])
-    ends = Lengths().expect(np.zeros(4, np.int64), np.array([5, 100, 40, 1]), gaps, np.array([10, 20, 30, 40]))
+    ends = OutputLengths().expect(np.zeros(4, np.int64), np.array([5, 100, 40, 1]), gaps, np.array([10, 20, 30, 40]))
     assert ends.latest.after.tolist() == pytest.approx([0.125, 2.0, 50.0, math.inf])
     assert ends.latest.context.tolist() == [10, 30, 20, 40]
 
 
 def test_requests_are_expected_to_end_as_others_did() -> None:
-    lengths = Lengths()
+    lengths = OutputLengths()
     many = np.full(50, 4000)
     alike = (np.zeros(50, np.int64), many, np.full(50, 0.05), many)
     assert lengths.expect(*alike).expected.after.tolist() == [USUAL] * 50

@@ -38,17 +38,17 @@ def test_a_prefix_computed_by_one_engine_is_used_by_another(tmp_path: Path) -> N
         expected = one.generate([PROMPT], GREEDY, progress=False)[0].token_ids
         names = names_of(one, PROMPT)
         assert names == names_of(other, PROMPT)
-        blocks = one.engine.loop.scheduler.cache.match(names, 0, len(names))
+        blocks = one.engine.loop.scheduler.kv.cache.match(names, 0, len(names))
         assert len(blocks) == len(names) == len(PROMPT) // 8
         data = one.engine.loop.executor.read_blocks(blocks).result()
         assert data.shape == (len(blocks), one.engine.loop.executor.facts.layout.block_bytes)
 
         scheduler = other.engine.loop.scheduler
-        expected_blocks = scheduler.expect_blocks(names)
+        expected_blocks = scheduler.kv.expect_blocks(names)
         assert expected_blocks is not None
         other.engine.loop.executor.write_blocks(expected_blocks.blocks, data).result()
-        assert not scheduler.cache.match(names, 0, len(names)), "not before they have arrived"
-        assert scheduler.end_transfer(expected_blocks, arrived=True)
+        assert not scheduler.kv.cache.match(names, 0, len(names)), "not before they have arrived"
+        assert scheduler.kv.end_transfer(expected_blocks, arrived=True)
         scheduler.check_integrity()
         loop, (stream,) = other.engine.loop, other.engine.open_streams(PROMPT, GREEDY)
         loop.add(stream)
@@ -151,9 +151,9 @@ def test_names_are_the_same_in_another_process(tmp_path: Path) -> None:
 def test_a_transfer_that_ends_after_a_reset_changes_nothing(tmp_path: Path, arrived: bool) -> None:
     with llm_of(tiny_directory(tmp_path)) as llm:
         scheduler = llm.engine.loop.scheduler
-        expected = scheduler.expect_blocks([b"a", b"b"])
+        expected = scheduler.kv.expect_blocks([b"a", b"b"])
         assert expected is not None
         scheduler.reset()
-        assert not scheduler.end_transfer(expected, arrived=arrived)
+        assert not scheduler.kv.end_transfer(expected, arrived=arrived)
         scheduler.check_integrity()
-        assert scheduler.pool.num_free == scheduler.pool.num_blocks
+        assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks

@@ -83,7 +83,7 @@ def test_blocks_are_hashed_while_the_device_computes(depth: int) -> None:
             loop.step()
         loop.scheduler.check_integrity()
     computed = [9 + len(solo(prompt(number, 9), 40)) - 1 for number in range(3)]  # the last token is not
-    assert len(loop.scheduler.cache) == sum(tokens // size for tokens in computed)
+    assert len(loop.scheduler.kv.cache) == sum(tokens // size for tokens in computed)
 
 
 def test_an_interrupt_in_the_middle_of_a_hash_leaves_nothing_half_done() -> None:

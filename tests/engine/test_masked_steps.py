@@ -172,7 +172,7 @@ def test_an_abort_at_any_moment_frees_everything(depth: int, tokens: int, is_pen
     gate.open()
     run(loop)
     assert other.output == solo(BOUND, 9, constrained=True)
-    assert loop.scheduler.pool.num_free == loop.scheduler.pool.num_blocks
+    assert loop.scheduler.kv.pool.num_free == loop.scheduler.kv.pool.num_blocks
     loop.scheduler.check_integrity()
 
 

@@ -107,13 +107,13 @@ def test_blocks_are_read_and_written_by_id_between_steps() -> None:
         while loops[0].has_work:
             loops[0].step()
         names = first.request.hashes[: len(prompt) // BLOCK]
-        blocks = loops[0].scheduler.cache.match(names, 0, len(names))
+        blocks = loops[0].scheduler.kv.cache.match(names, 0, len(names))
         assert len(blocks) == len(names)
         data = loops[0].executor.read_blocks(blocks).result()
-        reserved = loops[1].scheduler.expect_blocks(names)
+        reserved = loops[1].scheduler.kv.expect_blocks(names)
         assert reserved is not None
         loops[1].executor.write_blocks(reserved.blocks, data).result()
-        assert loops[1].scheduler.end_transfer(reserved, arrived=True)
+        assert loops[1].scheduler.kv.end_transfer(reserved, arrived=True)
         loops[1].add(second)
         while loops[1].has_work:
             loops[1].step()

@@ -44,7 +44,7 @@ def play_all(arrivals: list[Arrival], targets: Targets = DEFAULTS, **sizes: int)
     trace = Trace("drawn", tuple(sorted(arrivals, key=lambda arrival: arrival.time)))
     played = play(trace, scheduler, Truth(COST), targets)
     scheduler.check_integrity()
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
     return played, scheduler
 
 

@@ -85,7 +85,7 @@ def test_every_admitted_request_keeps_its_promise_and_no_step_breaks_one(drawn: 
         decoding = step.batch.num_decodes > 0 and step.batch.shape.slices > 0
         assert not decoding or step.predicted <= wanted.gap + 1e-9
     scheduler.check_integrity()
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
     assert not math.isnan(played.ended)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.core.budget import BATCH_DELAY, BATCH_JOINS, BATCH_SHARE, Allowance, StepLoad
 from weft.core.cost import CostModel
-from weft.core.forecast import Array, Forecast, Prefill, Rows, expect, forecast
+from weft.core.forecast import Array, Forecast, Prefill, PromptRows, expect, forecast
 from weft.core.lineup import Lineup
 from weft.core.request import Request
 from weft.core.shape import StepShape
@@ -179,7 +179,7 @@ class DeadlineAdmission:
         if SURELY * self.cost.prefill_seconds(first, left) * self.cost.bias < request.ttft_target:
             return True  # most prompts need no forecast
         idle = StepLoad(prefill.request.arrival, StepShape(), math.inf)
-        alone = forecast(self.cost, self.allowance, idle, Rows.of([prefill.pack()]), 0.0)
+        alone = forecast(self.cost, self.allowance, idle, PromptRows.of([prefill.pack()]), 0.0)
         return bool(alone.ends[0] <= prefill.request.deadline)
 
 

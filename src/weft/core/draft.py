@@ -1,39 +1,71 @@
-"""Draft: the unfinished batch, with all changes that the executor does not know yet."""
+"""Draft: the prefill slices of the step that is being planned, and what else its plan has done so far."""
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.request import Request
+from weft.core.running import RunningRequests
+from weft.core.shape import step_shape
+from weft.core.slots import ints
+from weft.core.step import BlockUpdates, StepBatch
 
-NO_SLOTS: NDArray[np.int64] = np.empty(0, np.int64)
+
+class PromptSlice(NamedTuple):
+    request: Request
+    first: int  # position of its first token
+    tokens: int
 
 
 class Draft:
-    """Mutable contents of the next StepBatch."""
+    """The next batch while it is planned. `clear` begins another one.
+
+    A request that took a slot stays in `joined` until a batch tells the executor of it.
+    """
 
     def __init__(self) -> None:
-        self.prefills: list[tuple[Request, int, int]] = []  # request, first, count
+        self.clear()
+
+    def clear(self) -> None:
+        self.prefills: list[PromptSlice] = []
         self.prefilled: set[Request] = set()  # requests in `prefills`
-        self.decodes = NO_SLOTS
-        self.held = NO_SLOTS  # slots of requests that could decode but wait for a mask
-        self.joined: list[Request] = []
-        self.block_slots: list[int] = []  # new block table entries: slot, column, block
-        self.block_columns: list[int] = []
-        self.blocks: list[int] = []
+        self.joined: list[Request] = []  # requests that took a slot
         self.cached_tokens = 0
         self.preemptions = 0
         self.lost_tokens = 0  # computed or cached tokens of the preempted requests
 
+    def add(self, request: Request, first: int, count: int) -> None:
+        self.prefills.append(PromptSlice(request, first, count))
+        self.prefilled.add(request)
+
     def forget(self, request: Request) -> None:
-        """Drops the request's slot and block table entries, which the executor does not need any more."""
+        """The request gave up its slot."""
         if request in self.joined:
             self.joined.remove(request)
-        if request.slot in self.block_slots:
-            stay = [index for index, slot in enumerate(self.block_slots) if slot != request.slot]
-            self.block_slots = [self.block_slots[index] for index in stay]
-            self.block_columns = [self.block_columns[index] for index in stay]
-            self.blocks = [self.blocks[index] for index in stay]
 
-
-def ints(values: list[int]) -> NDArray[np.int64]:
-    return np.array(values, np.int64) if values else NO_SLOTS
+    def batch(
+        self, number: int, decodes: NDArray[np.int64], running: RunningRequests, updates: BlockUpdates, wave: int
+    ) -> StepBatch:
+        """Makes the batch. Updates `planned` and `known` with what the step computes and samples."""
+        prefills, slots = self.prefills, running.slots
+        num_decodes = len(decodes)
+        rows, first = decodes, slots.planned[decodes]
+        count = np.ones(num_decodes + len(prefills), np.int64)
+        samples = np.ones(num_decodes + len(prefills), np.bool_)
+        slots.planned[decodes] += 1
+        shape = step_shape(first, [(one.first, one.tokens) for one in prefills], wave)
+        if prefills:  # most steps have none and skip this cost
+            rows = np.concatenate([rows, ints([one.request.slot for one in prefills])])
+            first = np.concatenate([first, ints([one.first for one in prefills])])
+            count[num_decodes:] = [one.tokens for one in prefills]
+            samples = first + count == slots.known[rows]
+        slots.known[rows] += samples
+        if slots.constrained.any():  # held until the loop has the token and the next mask
+            slots.held[rows] |= samples & slots.constrained[rows]
+        slots.in_flight[rows] += 1
+        for row, one in enumerate(prefills, start=num_decodes):
+            if samples[row]:
+                slots.decoding[one.request.slot] = True
+                running.prefilling.remove(one.request)
+        return StepBatch(number, rows, first, count, samples, num_decodes, shape, updates)

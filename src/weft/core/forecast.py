@@ -48,11 +48,12 @@ class Prefill(NamedTuple):
         waits_for_memory = request.state is State.WAITING and not request.sibling
         firm, soft = request.firm_gap, request.soft_gap
         memory = self.left if waits_for_memory else 0.0
-        start, tag = float(request.rank[3]), math.nan if request.tag is None else request.tag
-        return _ROW.pack(self.first, self.left, decodes, firm, soft, request.deadline, memory, start, tag)
+        start = float(request.rank[3])
+        service = math.nan if request.service_at_start is None else request.service_at_start
+        return _ROW.pack(self.first, self.left, decodes, firm, soft, request.deadline, memory, start, service)
 
 
-class Rows(NamedTuple):
+class PromptRows(NamedTuple):
     """Prompts in the order of service, as columns."""
 
     first: Array  # tokens that are computed, planned or cached
@@ -63,14 +64,14 @@ class Rows(NamedTuple):
     deadline: Array  # seconds on the scheduler's clock; infinite if no first token is promised
     memory: Array  # tokens of KV memory that must be free before it can start
     start: Array  # order within class and service; see `Order.rank`
-    tag: Array  # service of the tenant when the request first started; NaN if it has not started
+    service: Array  # service of the tenant when the request first started; NaN if it has not started
 
     @classmethod
-    def of(cls, packed: Sequence[bytes | bytearray]) -> "Rows":
+    def of(cls, packed: Sequence[bytes | bytearray]) -> "PromptRows":
         return cls(*np.frombuffer(b"".join(packed), np.float64).reshape(-1, _ROW.size // 8).T)
 
-    def take(self, places: NDArray[np.int64] | NDArray[np.bool_]) -> "Rows":
-        return Rows(*(column[places] for column in self))
+    def take(self, places: NDArray[np.int64] | NDArray[np.bool_]) -> "PromptRows":
+        return PromptRows(*(column[places] for column in self))
 
 
 class Forecast(NamedTuple):
@@ -83,7 +84,7 @@ class Forecast(NamedTuple):
     waited: NDArray[np.bool_]  # whether it, or a prompt before it, must wait until a running request ends
 
 
-def forecast(cost: CostModel, allowance: Allowance, load: StepLoad, rows: Rows, busy: float) -> Forecast:
+def forecast(cost: CostModel, allowance: Allowance, load: StepLoad, rows: PromptRows, busy: float) -> Forecast:
     """Latest times of first tokens, if running requests generate max_tokens.
 
     `busy` is the recent load, from 0 to 1. From QUIET on, a step is not cut short for every first token.
@@ -98,7 +99,7 @@ def forecast(cost: CostModel, allowance: Allowance, load: StepLoad, rows: Rows, 
 
 
 def expect(
-    cost: CostModel, allowance: Allowance, load: StepLoad, rows: Rows, busy: float, left_out: NDArray[np.bool_]
+    cost: CostModel, allowance: Allowance, load: StepLoad, rows: PromptRows, busy: float, left_out: NDArray[np.bool_]
 ) -> Array:
     """Expected times of first tokens, if requests have usual output lengths.
 
@@ -129,7 +130,7 @@ class _Walk:
         cost: CostModel,
         allowance: Allowance,
         load: StepLoad,
-        rows: Rows,
+        rows: PromptRows,
         busy: float,
         departures: Departures,
         left_out: NDArray[np.bool_] | None = None,

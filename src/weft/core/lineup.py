@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.forecast import Rows
+from weft.core.forecast import PromptRows
 from weft.core.queue import Levels, LineKey, Queue, line_of, rank_of
 from weft.core.request import Request
 from weft.core.tenants import INPUT_WEIGHT, Account
@@ -23,7 +23,7 @@ Places = NDArray[np.int64]
 class Lineup(NamedTuple):
     requests: Sequence[Request]  # in no particular order
     order: Places  # per position: the request's index in `requests`
-    rows: Rows  # per position
+    rows: PromptRows  # per position
     newcomers: list[int]  # positions of the new requests, ascending
 
     def at(self, place: int) -> Request:
@@ -50,7 +50,7 @@ def line_up(
     lines = {key: line for key, line in queue.lines.items() if key[:2] <= lowest}
     others = [*(request for request in started if request.rank[:2] <= lowest), *newcomers]
     requests = [*chain.from_iterable(line.requests for line in lines.values()), *others]
-    rows = Rows.of([*(line.rows for line in lines.values()), *map(row, others)])
+    rows = PromptRows.of([*(line.rows for line in lines.values()), *map(row, others)])
     members: dict[LineKey, Places] = {}
     begin = 0
     for key, line in lines.items():
@@ -84,7 +84,7 @@ def _levels(queue: Queue, others: Sequence[Request], now: float) -> Levels:
     return Levels(list(heads.values()), now)
 
 
-def _served(rows: Rows, members: Mapping[LineKey, Places], levels: Levels) -> Places:
+def _served(rows: PromptRows, members: Mapping[LineKey, Places], levels: Levels) -> Places:
     """Indices of requests in the order of service: class by class, within a class the least served tenant first."""
     service = {key.account: key.account.service for key in members}
     classes: dict[tuple[bool, int], list[LineKey]] = {}
@@ -94,11 +94,13 @@ def _served(rows: Rows, members: Mapping[LineKey, Places], levels: Levels) -> Pl
     return np.concatenate(parts)
 
 
-def _by_service(rows: Rows, lines: Mapping[LineKey, Places], levels: Levels, service: dict[Account, float]) -> Places:
+def _by_service(
+    rows: PromptRows, lines: Mapping[LineKey, Places], levels: Levels, service: dict[Account, float]
+) -> Places:
     """Merges the lines of one class in the order of service. Adds their charges to `service`."""
     reached = []
     for key, indices in lines.items():
-        tag = rows.tag[indices]
+        tag = rows.service[indices]
         charge = np.where(np.isnan(tag), INPUT_WEIGHT * rows.left[indices] / key.account.weight, 0.0)
         served = np.cumsum(np.concatenate([[service[key.account]], charge]))  # before each request, and after the last
         service[key.account] = float(served[-1])

@@ -14,8 +14,9 @@ from weft.core.cost import CostModel
 from weft.core.promises import Source
 from weft.core.request import Rank, Request, State
 from weft.core.tenants import DEBT, Account
+from weft.errors import QueueFullError
 
-TURN = 1.0  # seconds that a prompt is put back for each earlier prompt of the same user that waits
+BEHIND = 1.0  # seconds that a prompt is put back for each earlier prompt of the same user that waits
 # Seconds that a request without a promise is put back. After that it goes before requests with a promise that must
 # start later. A tenant that got no slice for so long goes first.
 PATIENCE = 10.0
@@ -61,7 +62,7 @@ class BySlack:
             start = request.due - self.cost.prefill_seconds(0, request.known)
             if request.ttft_source is Source.DEFAULT:  # promised requests go first
                 start += PATIENCE
-        start += TURN * request.turn
+        start += BEHIND * request.ahead
         return (request.batch, request.priority, request.precedence, start, request.arrival, request.id)
 
 
@@ -135,7 +136,30 @@ class Queue:
         assert self.tokens == sum(request.known for request in self), "the queue miscounts its tokens"
 
 
-class Turns:
+class QueueLimits(NamedTuple):
+    """Bounds of the queue. None: no bound."""
+
+    requests: int | None
+    tokens: int | None  # of prompts
+
+    def check(self, request: Request, waiting: int, tokens: int) -> None:
+        """Raises QueueFullError if the queue has no room for this request.
+
+        `waiting` requests, with `tokens` to prefill, are in it. Requests that will get a free seat do not count: they
+        will not wait long.
+        """
+        if self.requests is not None and waiting >= self.requests:
+            raise QueueFullError(
+                f"{waiting} requests wait already, max_queued_requests={self.requests}: try again later"
+            )
+        if self.tokens is not None and tokens and tokens + request.known > self.tokens:
+            raise QueueFullError(
+                f"{tokens} tokens of prompts wait already; with {request.known} more they would exceed "
+                f"max_queued_tokens={self.tokens}: try again later"
+            )
+
+
+class PrefillOrder:
     """The order in which requests get slices in one plan that begins at `now`."""
 
     def __init__(self, started: list[Request], queue: Queue, overtakes: bool, now: float) -> None:
@@ -223,7 +247,7 @@ class Levels:
 
     def of(self, request: Request, service: float) -> float:
         """Level of a request; smaller goes first. A tenant without a slice for PATIENCE seconds goes first."""
-        return -1.0 if self._is_starved(_account(request)) else min(service, self._most)
+        return -1.0 if self._is_starved(request.account) else min(service, self._most)
 
     def of_all(self, account: Account, service: NDArray[np.float64]) -> NDArray[np.float64]:
         """Levels of several requests of one tenant, each with the service that the tenant has received by then."""
@@ -242,16 +266,16 @@ def _by_line(requests: Iterable[Request]) -> dict[LineKey, deque[Request]]:
 
 def service_of(request: Request) -> float:
     """Service of a request's tenant. If the request has started: service before its prompt was charged."""
-    return _account(request).service if request.tag is None else request.tag
-
-
-def _account(request: Request) -> Account:
-    assert request.account is not None, "only requests that were added have an account"
-    return request.account
+    return request.account.service if request.service_at_start is None else request.service_at_start
 
 
 def line_of(request: Request) -> LineKey:
-    return LineKey(request.batch, request.priority, _account(request))
+    return LineKey(request.batch, request.priority, request.account)
+
+
+def class_of(request: Request) -> Rank:
+    """The class of a request as the policy orders it."""
+    return request.rank[:2]
 
 
 def rank_of(request: Request) -> Rank:

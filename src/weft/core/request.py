@@ -50,10 +50,11 @@ class Request:
     held: bool = False  # waits for the mask of its next token; not admitted before `Scheduler.release`
     number: int = 0  # order of arrival, from 1
     screened_by: float = math.inf  # due time of the first token at arrival; orders screening
-    turn: int = 0  # number of prompts of the same user that waited when it arrived
+    ahead: int = 0  # number of prompts of the same user that waited when it arrived
     rank: Rank = ()  # class (two numbers), precedence, then the policy's order; see `Order.rank`
-    account: Account | None = None  # the tenant's account; set by `Scheduler.add`
-    tag: float | None = None  # the tenant's service when it first started, before its prompt was charged; None: not yet
+    tenant_account: Account | None = None  # set by `Scheduler.add`; read it as `account`
+    # The tenant's service when the request first started, before its prompt was charged; None: not started yet.
+    service_at_start: float | None = None
     expected_hits: int = 0  # prompt tokens found in the prefix cache at screening
     packed: bytes = b""  # its row of the forecast while it waits; see `Prefill.pack`
     blocks: list[int] = field(default_factory=list)
@@ -70,6 +71,19 @@ class Request:
     def __post_init__(self) -> None:
         self.known = self.prompt_tokens
         self.held = self.constrained
+
+    @property
+    def account(self) -> Account:
+        """The account of its tenant."""
+        assert self.tenant_account is not None, "only requests that were added have an account"
+        return self.tenant_account
+
+    def note_times(self, started: float, finished: float, *, samples: bool) -> None:
+        """Notes a step with one of its prefill slices."""
+        if self.started is None:
+            self.started = started
+        if samples and self.first_token is None:
+            self.first_token = finished
 
     @property
     def limit(self) -> int:
@@ -103,6 +117,15 @@ class Request:
     def deadline(self) -> float:
         """Time at which its first token is promised. Infinite if it is not promised."""
         return math.inf if self.ttft_source is Source.DEFAULT else self.arrival + self.ttft_target
+
+    @property
+    def has_promise(self) -> bool:
+        return self.firm_gap < math.inf or self.deadline < math.inf
+
+    @property
+    def class_key(self) -> tuple[bool, int]:
+        """Its class: a smaller key goes first."""
+        return self.batch, self.priority
 
     @property
     def age_key(self) -> tuple[bool, int, float, str]:

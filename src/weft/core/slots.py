@@ -3,8 +3,15 @@
 from collections import deque
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.core.request import Request
+
+NO_SLOTS: NDArray[np.int64] = np.empty(0, np.int64)
+
+
+def ints(values: list[int]) -> NDArray[np.int64]:
+    return np.array(values, np.int64) if values else NO_SLOTS
 
 
 class Slots:

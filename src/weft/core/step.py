@@ -65,6 +65,36 @@ class PlannedStep:
     starved: bool  # a promised gap leaves prefills less than a quarter of the pace that `chunked` would give
     last: NDArray[np.bool_]  # see Plan
 
+    def record(
+        self,
+        started: float,
+        finished: float,
+        *,
+        decode_tokens: int,
+        requests_finished: int,
+        running: int,
+        waiting: int,
+        free_blocks: int,
+    ) -> "StepRecord":
+        return StepRecord(
+            number=self.batch.number,
+            started=started,
+            finished=finished,
+            predicted=self.predicted,
+            reason=self.reason,
+            decode_tokens=decode_tokens,
+            prefill_tokens=self.batch.num_tokens - self.batch.num_decodes,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+            lost_tokens=self.lost_tokens,
+            requests_finished=requests_finished,
+            running=running,
+            waiting=waiting,
+            free_blocks=free_blocks,
+            shape=self.batch.shape,
+            starved=self.starved,
+        )
+
     def slices(self) -> "Iterator[Slice]":
         batch = self.batch
         for row, request in enumerate(self.requests):

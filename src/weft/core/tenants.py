@@ -26,13 +26,21 @@ class Account:
     blocks: int = 0  # a block that two requests share counts for both
     waiting: Counter[tuple[bool, str]] = field(default_factory=Counter)  # waiting prompts per (batch, user)
 
-    def line_up(self, batch: bool, user: str) -> int:
-        """Adds a waiting prompt of this user. Returns how many waited before it."""
-        self.waiting[batch, user] += 1
-        return self.waiting[batch, user] - 1
+    def count_prompt(self, batch: bool, user: str, sibling: bool) -> int:
+        """Counts a new waiting prompt of a user. Returns how many others of this user wait.
 
-    def step_out(self, batch: bool, user: str) -> None:
+        A sibling is no prompt of its own. Prompts without a user are not counted.
+        """
+        if not user:
+            return 0
+        if not sibling:
+            self.waiting[batch, user] += 1
+        return max(0, self.waiting[batch, user] - 1)
+
+    def uncount_prompt(self, batch: bool, user: str, sibling: bool) -> None:
         """Removes a waiting prompt, which started or ended without a start."""
+        if not user or sibling:
+            return
         self.waiting[batch, user] -= 1
         if not self.waiting[batch, user]:
             del self.waiting[batch, user]

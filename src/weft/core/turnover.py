@@ -14,39 +14,6 @@ RECENT = 64  # last finished requests with a recorded output length
 USUAL = 256  # assumed output tokens of a request until the first one has finished
 
 
-class Turnover:
-    """Net tokens of KV memory freed per second: memory of finished requests minus memory taken by decodes.
-
-    Only steps with scarce memory count: an idle device or an empty cache says nothing about a full one.
-    """
-
-    def __init__(self) -> None:
-        self._tokens = self._seconds = self._ends = 0.0  # decaying sums
-        self._given = self._left = 0  # freed tokens and finished requests since the last step
-
-    def ended(self, tokens: int) -> None:
-        """Counts a running request that finished or was aborted. It freed `tokens`; shared blocks are not counted."""
-        self._given += tokens
-        self._left += 1
-
-    def step(self, seconds: float, grown: int, free: float) -> None:
-        """Counts a step. Its decodes added `grown` tokens. `free` is the free share of the KV memory."""
-        given, left = self._given, self._left
-        self._given = self._left = 0
-        if free < SCARCE:
-            factor = math.exp(-seconds / MEMORY)
-            self._tokens = self._tokens * factor + given - grown
-            self._seconds = self._seconds * factor + seconds
-            self._ends = self._ends * factor + left
-
-    @property
-    def rate(self) -> float | None:
-        """Net tokens freed per second; None if unknown."""
-        if self._ends < FEWEST or self._tokens <= 0 or self._seconds <= 0:
-            return None
-        return self._tokens / self._seconds
-
-
 class Leaving(NamedTuple):
     """When running decodes end."""
 
@@ -64,7 +31,7 @@ NOTHING = Leaving(np.empty(0), np.empty(0))
 NONE_DECODES = Ends(NOTHING, NOTHING, USUAL)
 
 
-class Lengths:
+class OutputLengths:
     """Output lengths of recent requests. Many requests end long before max_tokens."""
 
     def __init__(self) -> None:
@@ -111,6 +78,42 @@ class Lengths:
         found = known[np.minimum(longer + (share * (len(known) - longer)).astype(np.int64), len(known) - 1)] - written
         # A request that is longer than all recent ones is treated as a new one: nothing better is known.
         return np.minimum(np.where(longer < len(known), found, max(1, int(known.mean()))), left)
+
+
+class Turnover:
+    """What is known of requests that finished: output lengths, and how fast they free memory.
+
+    The rate is net tokens of KV memory freed per second: memory of finished requests minus memory taken by decodes.
+
+    Only steps with scarce memory count: an idle device or an empty cache says nothing about a full one.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = OutputLengths()
+        self._tokens = self._seconds = self._ends = 0.0  # decaying sums
+        self._given = self._left = 0  # freed tokens and finished requests since the last step
+
+    def ended(self, tokens: int) -> None:
+        """Counts a running request that finished or was aborted. It freed `tokens`; shared blocks are not counted."""
+        self._given += tokens
+        self._left += 1
+
+    def step(self, seconds: float, grown: int, free: float) -> None:
+        """Counts a step. Its decodes added `grown` tokens. `free` is the free share of the KV memory."""
+        given, left = self._given, self._left
+        self._given = self._left = 0
+        if free < SCARCE:
+            factor = math.exp(-seconds / MEMORY)
+            self._tokens = self._tokens * factor + given - grown
+            self._seconds = self._seconds * factor + seconds
+            self._ends = self._ends * factor + left
+
+    @property
+    def rate(self) -> float | None:
+        """Net tokens freed per second; None if unknown."""
+        if self._ends < FEWEST or self._tokens <= 0 or self._seconds <= 0:
+            return None
+        return self._tokens / self._seconds
 
 
 def _in_order(after: NDArray[np.int64] | NDArray[np.float64], context: NDArray[np.int64]) -> Leaving:

@@ -9,7 +9,7 @@ from weft.core import CostModel, HostCost, Request, Scheduler, slo
 from weft.core.admission import DeadlineAdmission
 from weft.core.budget import StepLoad
 from weft.core.coefficients import Coefficients
-from weft.core.forecast import GROUPS, Prefill, Rows
+from weft.core.forecast import GROUPS, Prefill, PromptRows
 from weft.core.lineup import Lineup
 from weft.core.shape import decodes_alone
 from weft.engine.hashing import prompt_hashes, root_hash
@@ -97,7 +97,7 @@ def _visit(cost: Coefficients) -> float:
     for request in requests:
         request.rank = policy.order.rank(request)
         request.packed = Prefill(request, 0, PROMPT).pack()
-    rows = Rows.of([request.packed for request in requests])
+    rows = PromptRows.of([request.packed for request in requests])
     lineup = Lineup(requests, np.arange(len(requests)), rows, list(range(len(requests))))
     load = StepLoad(0.0, decodes_alone(64, 64 * PROMPT), 60.0)
     taken = []

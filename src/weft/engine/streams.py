@@ -55,7 +55,7 @@ class StreamTable:
 
     def wait_for_a_mask(self, seconds: float) -> None:
         """Waits up to `seconds` until one of the pending masks is ready, or until a transfer may have ended."""
-        if not self._masks.wait_for_first(seconds) and self.scheduler.incoming:
+        if not self._masks.wait_for_first(seconds) and self.scheduler.kv.incoming:
             time.sleep(seconds)
 
     def released(self) -> list[Request]:

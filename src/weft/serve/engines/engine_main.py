@@ -195,7 +195,7 @@ class EngineServer:
                 if not self.loop.has_work:
                     self._send_idle()
             case ResetPrefixCache():
-                self.loop.scheduler.clear_cache()
+                self.loop.scheduler.kv.clear_cache()
 
     def _open(self, job: AddRequest) -> None:
         """Opens a prompt's streams. Long prompts and grammars are prepared in other threads, so that no step waits."""
@@ -290,7 +290,7 @@ class EngineServer:
     def _idle(self) -> EngineStep:
         """The current counters as a step without tokens, for when nothing runs."""
         now, scheduler = self.loop.clock(), self.loop.scheduler
-        waiting, free = scheduler.num_waiting, scheduler.pool.num_free
+        waiting, free = scheduler.num_waiting, scheduler.kv.pool.num_free
         return EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, waiting, 0, free, taken=self._taken)
 
     def _note(self, record: StepRecord) -> None:

@@ -1,0 +1,214 @@
+"""KVCacheManager: which request holds which KV blocks, what the prefix cache has, and what is on its way in."""
+
+from collections.abc import Collection, Hashable, Sequence
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.blocks import BlockPool
+from weft.core.prefix import BeforeReuse, NamedBlocks, PrefixCache
+from weft.core.request import Request
+from weft.core.running import RunningRequests
+from weft.core.slots import ints
+from weft.core.step import BlockUpdates
+
+MOST_INCOMING = 0.5  # share of all blocks that may be reserved for contents from elsewhere
+
+
+class KVCacheManager:
+    """Owns the block pool, the prefix cache and the block tables of running requests.
+
+    It collects new block table entries for the next batch.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        running: RunningRequests,
+        enable_prefix_caching: bool = True,
+        before_reuse: BeforeReuse | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.cache = PrefixCache(self.pool, enable_prefix_caching, before_reuse)
+        self.incoming: list[NamedBlocks] = []  # blocks whose contents are on their way in; no request can use them
+        self._running = running
+        self._slots = running.slots
+        self._new_slots: list[int] = []  # block table entries since the last batch: slot, column, block
+        self._new_columns: list[int] = []
+        self._new_blocks: list[int] = []
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    @property
+    def free_share(self) -> float:
+        return self.pool.num_free / self.pool.num_blocks
+
+    def free_tokens(self) -> int:
+        """Tokens of KV memory that new requests can use."""
+        return self.unclaimed() * self.block_size
+
+    # The prefix cache
+
+    def cached_prefix(self, request: Request) -> list[int]:
+        """Blocks of a waiting request's prompt that are in the prefix cache."""
+        return self.cache.match(request.hashes, 0, self._shareable(request))
+
+    def take_cached(self, request: Request) -> int:
+        """Appends cached blocks that other requests have computed or planned since the last call.
+
+        Returns the number of tokens that need not be computed.
+        """
+        slots, slot = self._slots, request.slot
+        planned = int(slots.planned[slot])
+        if not request.reuse_prefix or planned != slots.capacity[slot]:
+            return 0
+        # The last known token is always computed: the next token is sampled from its output.
+        stop = (int(slots.known[slot]) - 1) // self.block_size
+        blocks = self.cache.match(request.hashes, len(request.blocks), stop)
+        for block in blocks:
+            self.pool.retain(block)
+        self._append(request, blocks)
+        request.named = len(request.blocks)
+        gained = len(blocks) * self.block_size
+        slots.planned[slot] += gained
+        return gained
+
+    def name_blocks(self, request: Request, stop: int) -> None:
+        """Inserts the request's full blocks up to `stop` into the prefix cache, as far as their hashes are known."""
+        start, stop = request.named, min(stop, len(request.hashes))
+        if stop > start:
+            self.cache.insert(request.hashes[start:stop], request.blocks[start:stop])
+            request.named = stop
+
+    def clear_cache(self) -> None:
+        """Empties the prefix cache. Running requests keep their blocks, but these are no longer in the cache."""
+        self.cache.clear()
+        for request in self._running:
+            request.named = len(request.blocks)
+
+    def _shareable(self, request: Request) -> int:
+        """Most blocks that a request may take from the prefix cache. Its last token is always computed."""
+        return (request.known - 1) // self.block_size if request.reuse_prefix else 0
+
+    # Blocks of running requests
+
+    def fits(self, request: Request, gone: Collection[Request] = ()) -> bool:
+        """Whether the uncached part of the prompt fits into free blocks, with room for running requests to grow.
+
+        Assumes that the requests in `gone` do not run any more.
+        """
+        if len(self._running) == len(gone):
+            return True
+        free = self.unclaimed(gone)
+        if free < 1:  # its last block is never shared, so it needs at least one: skip the lookup
+            return False
+        hits = self.cached_prefix(request)
+        unused_hits = sum(self.pool.refs[block] == 0 for block in hits)
+        return self.blocks_for(request.known) - len(hits) + unused_hits <= free
+
+    def unclaimed(self, gone: Collection[Request] = ()) -> int:
+        """Free blocks plus blocks of the requests in `gone`, minus blocks that other running requests need soon."""
+        claimed = sum(
+            self.blocks_for(int(self._slots.known[other.slot])) - len(other.blocks)
+            for other in self._running.prefilling
+            if other not in gone
+        )
+        growth_reserve = len(self._running) - len(gone)  # one block per request
+        freed = sum(len(other.blocks) for other in gone)  # an upper bound: some may be shared
+        return self.pool.num_free + freed - claimed - growth_reserve
+
+    def grow(self, request: Request, count: int) -> None:
+        """Gives a request `count` more blocks, which must be free."""
+        self._append(request, self.pool.allocate(max(0, count)))
+
+    def grow_all(self, short: NDArray[np.int64]) -> None:
+        """Adds one block to each of these slots at once: the common case of a decode step."""
+        blocks = self.pool.allocate(len(short))
+        slots = short.tolist()
+        for slot, block in zip(slots, blocks, strict=True):
+            request = self._running.at(slot)
+            request.blocks.append(block)
+            request.account.blocks += 1
+        self._new_slots += slots
+        self._new_columns += (self._slots.capacity[short] // self.block_size).tolist()
+        self._new_blocks += blocks
+        self._slots.capacity[short] += self.block_size
+
+    def free(self, request: Request) -> None:
+        """Frees the blocks of a request that gives up its seat. Its new block table entries are not needed any more."""
+        if request.slot in self._new_slots:
+            stay = [index for index, slot in enumerate(self._new_slots) if slot != request.slot]
+            self._new_slots = [self._new_slots[index] for index in stay]
+            self._new_columns = [self._new_columns[index] for index in stay]
+            self._new_blocks = [self._new_blocks[index] for index in stay]
+        request.account.blocks -= len(request.blocks)
+        self.pool.release(request.blocks, keep=self.cache.named)
+        request.blocks = []
+        request.named = 0
+
+    def take_updates(self) -> BlockUpdates:
+        """The block table entries since the last batch."""
+        updates = BlockUpdates(ints(self._new_slots), ints(self._new_columns), ints(self._new_blocks))
+        self._new_slots, self._new_columns, self._new_blocks = [], [], []
+        return updates
+
+    def _append(self, request: Request, blocks: list[int]) -> None:
+        index = len(request.blocks)
+        request.blocks += blocks
+        request.account.blocks += len(blocks)
+        self._slots.capacity[request.slot] = len(request.blocks) * self.block_size
+        self._new_slots += [request.slot] * len(blocks)
+        self._new_columns += range(index, index + len(blocks))
+        self._new_blocks += blocks
+
+    # Blocks whose contents come from elsewhere
+
+    def expect_blocks(self, names: Sequence[Hashable]) -> NamedBlocks | None:
+        """Reserves blocks for contents that come from elsewhere, without the first ones that are cached already.
+
+        None if running requests leave no room for them, or if more than MOST_INCOMING of all blocks would be reserved.
+        Ask `is_expected` on the loop's thread before each write to the blocks.
+        """
+        names = names[len(self.cache.match(names, 0, len(names))) :]
+        reserved = sum(len(one.blocks) for one in self.incoming) + len(names)
+        if len(names) > self.unclaimed() or reserved > MOST_INCOMING * self.pool.num_blocks:
+            return None
+        expected = NamedBlocks(list(names), self.pool.allocate(len(names)))
+        self.incoming.append(expected)
+        return expected
+
+    def is_expected(self, expected: NamedBlocks) -> bool:
+        """Whether blocks are still reserved. After a reset they may belong to requests."""
+        return any(one is expected for one in self.incoming)
+
+    def end_transfer(self, expected: NamedBlocks, *, arrived: bool) -> bool:
+        """Puts blocks that have arrived into the prefix cache, or frees blocks that will not.
+
+        Nothing may write to the blocks afterwards. Returns False if they are not expected any more, after a reset.
+        """
+        if not self.is_expected(expected):
+            return False
+        self.incoming = [one for one in self.incoming if one is not expected]
+        if arrived:
+            self.cache.insert(expected.names, expected.blocks)
+        self.pool.release(expected.blocks, keep=self.cache.named)
+        return True
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity()
+        self.cache.check_integrity()
+        refs = [0] * self.pool.num_blocks
+        for request in self._running:
+            assert self._slots.capacity[request.slot] == len(request.blocks) * self.block_size
+        held = (request.blocks for request in self._running)
+        for block in chain.from_iterable([*held, *(expected.blocks for expected in self.incoming)]):
+            refs[block] += 1
+        assert refs == self.pool.refs, "references and block tables disagree"
+        for expected in self.incoming:
+            assert not any(block in self.cache.named for block in expected.blocks), (
+                "a block is in the cache before its contents have arrived"
+            )
