@@ -28,7 +28,7 @@ def one_by_one(requests: list[Request], now: float) -> list[Request]:
 
     def head(key: LineKey) -> tuple[object, ...]:
         request = lines[key][0]
-        served = service[key.account] if request.service_at_start is None else request.tag
+        served = service[key.account] if request.service_at_start is None else request.service_at_start
         return key[:2], levels.of(request, served), request.rank[3:], key
 
     order = []
@@ -68,7 +68,7 @@ def test_the_order_is_that_of_service(
     places: dict[str, list[Request]] = {"queued": [], "started": [], "new": []}
     for number, (tenant, charged, precedence, (batch, priority), tokens, where) in enumerate(ones):
         batch, priority = (False, 1) if where == "new" else (batch, priority)  # newcomers are of one class
-        request = Request(f"{number:03d}", tokens, 10, tenant=tenant, account=accounts[tenant], batch=batch)
+        request = Request(f"{number:03d}", tokens, 10, tenant=tenant, tenant_account=accounts[tenant], batch=batch)
         request.priority, request.precedence = priority, precedence
         if where == "started" or (where == "queued" and charged):
             request.service_at_start = accounts[tenant].service / 2

@@ -22,7 +22,7 @@ class DecodeBatch:
     """The chosen decodes. Requests that are preempted afterwards drop out of it."""
 
     def __init__(self, policy: Policy, running: RunningRequests) -> None:
-        self._policy = policy
+        self.policy = policy
         self._running = running
         self._slots = running.slots
         self._chosen = NO_SLOTS
@@ -81,7 +81,7 @@ class DecodeBatch:
         if request.batch:
             return self._has_slack(decodes, prefills, load, joins=True)
         gap = min(self._load(decodes, load.start).gap, min(other.firm_gap for other in prefills))
-        return self._policy.admission.may_join(self._shape(decodes, prefills), gap)
+        return self.policy.admission.may_join(self._shape(decodes, prefills), gap)
 
     def batch_requests(self) -> list[Request]:
         """The batch requests among the decodes."""
@@ -99,7 +99,7 @@ class DecodeBatch:
         gap = min(found.gap, min((request.firm_gap for request in others), default=math.inf))
         soft_gap = min(found.soft_gap, min((request.soft_gap for request in others), default=math.inf))
         after = self._shape(decodes, prefills)
-        return self._policy.admission.has_slack(after, alone, gap, soft_gap, joins)
+        return self.policy.admission.has_slack(after, alone, gap, soft_gap, joins)
 
     def _with_held(self) -> SlotArray:
         """Slots of the decodes of this step and of held requests, which skip it."""

@@ -92,9 +92,7 @@ class RequestLifecycle:
         free = self.kv.pool.num_free
         written = int(self.running.slots.known[request.slot]) - request.prompt_tokens
         self._unseat(request)
-        if written > 0:  # a request that was aborted before its first token is no sample
-            self.turnover.lengths.ended(written)
-        self.turnover.ended((self.kv.pool.num_free - free) * self.kv.block_size)
+        self.turnover.ended((self.kv.pool.num_free - free) * self.kv.block_size, written)
 
     def _end(self, request: Request, reason: str, now: float | None) -> None:
         request.state = State.FINISHED

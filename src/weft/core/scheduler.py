@@ -54,7 +54,7 @@ class Scheduler:
     ) -> None:
         """`before_reuse` is called with cached blocks that will be overwritten: by the batch that is being planned, or
         by a transfer (`expect_blocks`). Their contents can still be copied, by a copy that is submitted before that."""
-        self.policy = policy
+        self._policy = policy
         self._before_reuse = before_reuse
         self.wave = wave  # queries of a prefill slice that read the context together; 0: all queries
         self.block_size = block_size
@@ -68,7 +68,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drops everything that is queued, running, in flight or cached. Used after a step failed."""
-        policy = self.policy
+        policy = self._policy
         self.tenants = Tenants(self.max_num_seqs, self.num_blocks, self.tenant_weights)
         self.queue = Queue()
         self.running = running = RunningRequests(self.max_num_seqs)
@@ -91,6 +91,16 @@ class Scheduler:
         self._last_predicted = 0.0  # seconds that the last plan is predicted to take
         self._device_free = -math.inf  # when the last plan is predicted to end
         self._is_idle = True  # no step is in flight
+
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        """Another policy, from the next plan on. Waiting requests keep the rank that they have."""
+        self._policy = policy
+        self._decodes.policy = self._preemption.policy = self.screening.policy = self._prefills.policy = policy
 
     @property
     def has_work(self) -> bool:

@@ -81,10 +81,9 @@ class OutputLengths:
 
 
 class Turnover:
-    """What is known of requests that finished: output lengths, and how fast they free memory.
+    """Output lengths of finished requests, and how fast memory is freed.
 
-    The rate is net tokens of KV memory freed per second: memory of finished requests minus memory taken by decodes.
-
+    The rate is the net tokens of KV memory freed per second: memory of finished requests minus memory taken by decodes.
     Only steps with scarce memory count: an idle device or an empty cache says nothing about a full one.
     """
 
@@ -93,10 +92,16 @@ class Turnover:
         self._tokens = self._seconds = self._ends = 0.0  # decaying sums
         self._given = self._left = 0  # freed tokens and finished requests since the last step
 
-    def ended(self, tokens: int) -> None:
-        """Counts a running request that finished or was aborted. It freed `tokens`; shared blocks are not counted."""
+    def ended(self, tokens: int, written: int = 0) -> None:
+        """Counts a running request that finished or was aborted.
+
+        It freed `tokens` of memory (shared blocks are not counted) and had generated `written` tokens. A request that
+        was aborted before its first token is no sample of an output length.
+        """
         self._given += tokens
         self._left += 1
+        if written > 0:
+            self.lengths.ended(written)
 
     def step(self, seconds: float, grown: int, free: float) -> None:
         """Counts a step. Its decodes added `grown` tokens. `free` is the free share of the KV memory."""
