@@ -19,7 +19,7 @@ from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Standing, Stream
-from weft.engine.structured import Form, Grammar
+from weft.engine.structured import Form, RequestGrammar
 from weft.kv.spec import KVLayout, KVSpec
 
 VOCAB = 50
@@ -246,7 +246,7 @@ def toy_stream(
         arrival=arrival,
         standing=Standing(**standing),
         sibling=sibling,
-        grammar=None if matcher is None else Grammar(ToyForm(matcher)),
+        grammar=None if matcher is None else RequestGrammar(ToyForm(matcher)),
     )
 
 

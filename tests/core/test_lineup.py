@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from weft.core import CostModel, Outcome, Request, Scheduler, Source, slo
-from weft.core.forecast import Prefill
+from weft.core.forecast import PendingPrefill
 from weft.core.lineup import line_up
-from weft.core.queue import Levels, LineKey, Queue, line_of, rank_of
+from weft.core.queue import Levels, LineKey, WaitingQueue, line_of, rank_of
 from weft.core.tenants import INPUT_WEIGHT, Account
 from weft.sim.profiles import load_profile
 
@@ -73,10 +73,10 @@ def test_the_order_is_that_of_service(
         if where == "started" or (where == "queued" and charged):
             request.service_at_start = accounts[tenant].service / 2
         request.rank = (batch, priority, precedence, float(tokens), 0.0, request.id)
-        request.packed = Prefill(request, 0, tokens).pack()
+        request.packed = PendingPrefill(request, 0, tokens).pack()
         places[where].append(request)
     assume(places["new"])
-    queue = Queue()
+    queue = WaitingQueue()
     for request in places["queued"]:
         queue.add(request)
     queue.check_integrity()

@@ -1,6 +1,6 @@
 """PrefillOrder: whose slice is next in the making of one plan."""
 
-from weft.core.queue import PrefillOrder, Queue
+from weft.core.queue import PrefillOrder, WaitingQueue
 from weft.core.request import Request, State
 from weft.core.tenants import Tenants
 
@@ -13,7 +13,7 @@ def test_one_that_was_preempted_meanwhile_can_be_passed_over() -> None:
         for name, arrival in (("runs", 0.0), ("victim", 1.0))
     )
     runs.state = State.RUNNING
-    queue = Queue()
+    queue = WaitingQueue()
     turns = PrefillOrder([runs], queue, overtakes=False, now=0.0)
     assert turns.next() is runs
     queue.add(victim)

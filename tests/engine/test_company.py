@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from tests.company import BLOCK, Arrival, Case, assert_it_really_happened, cases, play
 from tests.engine.tiny import tiny_directory, write_letters
 from weft.core import Scheduler
+from weft.engine.cpu_executor import CpuExecutor
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams, StructuredOutputs
 from weft.engine.stream import Standing, Stream
-from weft.engine.structured import Grammar, Grammars
-from weft.engine.torch_executor import TorchExecutor
+from weft.engine.structured import Grammars, RequestGrammar
 from weft.kv.spec import KVSpec
 from weft.models import CausalLM, Dtypes, load_config, load_model
 
@@ -47,7 +47,7 @@ def model(path: Path) -> CausalLM:
     return load_model(path, config, dtypes=dtypes, device=CPU, max_model_len=128, load_format="dummy", seed=1)
 
 
-def open_stream(name: str, arrival: Arrival, now: float, grammar: Grammar | None) -> Stream:
+def open_stream(name: str, arrival: Arrival, now: float, grammar: RequestGrammar | None) -> Stream:
     return Stream.open(
         name,
         np.array(arrival.prompt, np.int32),
@@ -71,7 +71,7 @@ def torch_loop(model: CausalLM, case: Case) -> Loop:
         max_num_seqs=case.seqs,
         enable_prefix_caching=case.caching,
     )
-    executor = TorchExecutor(model, block_size=BLOCK, slots=scheduler.slots.size, max_model_len=128, device=CPU)
+    executor = CpuExecutor(model, block_size=BLOCK, slots=scheduler.slots.size, max_model_len=128, device=CPU)
     executor.allocate(KVSpec(executor.facts.layout, case.num_blocks))
     return Loop(scheduler, executor, depth=case.depth)
 

@@ -243,22 +243,22 @@ def test_kernels_that_overlap_compute_the_same(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("where", "call"), [("open", 2), ("open", 20), ("fetch", 2), ("close", 2), ("close", 20), ("put_news", 6)]
+    ("where", "call"), [("open", 2), ("open", 20), ("fetch", 2), ("close", 2), ("close", 20), ("put_block_updates", 6)]
 )
 def test_a_step_that_was_given_up_does_no_harm(
     where: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Host and device count the pages of the desk, each for itself. An error, or Ctrl-C, may come between the two: in
-    steps with prompts, which are the first, and in those of decodes alone."""
-    from weft.engine.staging import Desk
+    """Host and device each count the pages of the staging buffer. An error, or Ctrl-C, may come between the two: in
+    steps with prompts, which come first, and in steps of decodes alone."""
+    from weft.engine.staging import StagingBuffer
 
     tiny.save(tiny.llama(), tmp_path)
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=TOKENS, ignore_eos=True)
     prompts = [tiny.prompt(length, seed).tolist() for seed, length in enumerate(LENGTHS)]
     limits = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24, "kv_cache_memory_bytes": 32 << 20}
-    original, calls = getattr(Desk, where), 0
+    original, calls = getattr(StagingBuffer, where), 0
 
-    def fail(self: Desk, *arguments: Any) -> Any:
+    def fail(self: StagingBuffer, *arguments: Any) -> Any:
         nonlocal calls
         result = original(self, *arguments)
         calls += 1
@@ -268,7 +268,7 @@ def test_a_step_that_was_given_up_does_no_harm(
 
     with weft.LLM(tmp_path, device="cuda", dtype="float32", **limits) as llm:
         expected = [result.token_ids for result in llm.generate(prompts, params, progress=False)]
-        monkeypatch.setattr(Desk, where, fail)
+        monkeypatch.setattr(StagingBuffer, where, fail)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, params, progress=False)
         found = [result.token_ids for result in llm.generate(prompts, params, progress=False)]

@@ -92,9 +92,9 @@ def _assert_attends(
 
 
 def _shares(slots: Tensor, positions: Sequence[int], window: int | None, wanted: int) -> Tensor:
-    """For `paged_decode`, with nobody's behind them."""
+    """For `paged_decode`, with padding's behind them."""
     found = shares.divide(slots.cpu().numpy().astype(np.int64), np.array(positions, np.int64), window, wanted)
-    work = torch.tensor(shares.Shares.nobody(), dtype=torch.int32)[:, None]
+    work = torch.tensor(shares.Shares.padding(), dtype=torch.int32)[:, None]
     work = work.repeat(1, shares.most_shares(len(positions), wanted))
     work[:, : len(found.row)] = torch.from_numpy(np.stack(found))
     return work.to(DEVICE)

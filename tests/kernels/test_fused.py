@@ -70,7 +70,7 @@ def test_norm_rope_write(dtype: torch.dtype) -> None:
             assert torch.equal(half[positions[1:][mine]], cache[at][mine])
         copy.fill_(NAN)
         fused.norm_rope_write(qkv, q_weight, k_weight, 1e-6, table, *rest, copy=copy, copied=copied * 0 - 1)
-        assert bool(copy.isnan().all()), "nobody's was copied"
+        assert bool(copy.isnan().all()), "padding was copied"
 
 
 def test_copy_tokens(dtype: torch.dtype) -> None:

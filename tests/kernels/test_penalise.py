@@ -15,7 +15,7 @@ def test_penalise() -> None:
         places, histories = permutation(rows)[:3], permutation(stored)[:3]
         penalties = torch.tensor([[1.0, 1.3, 0.8], [0.5, 0.0, -1.0], [0.0, 0.7, 2.0]], device=DEVICE)
         numbers = torch.cat([places[None].int(), histories[None].int(), penalties.view(torch.int32)])
-        numbers[0, 1] = -1  # nobody
+        numbers[0, 1] = -1  # padding
         expected = logits.clone()
         for index in (0, 2):
             row, past = expected[places[index]], int(histories[index])

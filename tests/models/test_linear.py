@@ -21,7 +21,7 @@ from tests.models.test_logits import CPU, load
 from weft.errors import ModelError
 from weft.kernels import ops
 from weft.models import CausalLM, Dtypes, load_config, load_model
-from weft.models.linear import Choose, Fill, Linear, LinearMethod, PlainLinear, choose_method
+from weft.models.linear import Choose, Linear, LinearMethod, ParameterSource, PlainLinear, choose_method
 
 MODELS = Path(weft.__file__).parent / "models"
 METHODS = {"LinearMethod", "PlainLinear"}
@@ -82,10 +82,10 @@ class Packed(Int8):
         layer.scales = nn.Parameter(torch.empty((*shape, 1)), requires_grad=False)
         layer.bias = nn.Parameter(torch.empty(shape), requires_grad=False) if layer.has_bias else None
 
-    def fills(self, layer: Linear, name: str) -> Iterator[Fill]:
+    def fills(self, layer: Linear, name: str) -> Iterator[ParameterSource]:
         for key, parameter in layer.named_parameters(recurse=False):
             parts = {f"{part}.{PUBLISHED[key]}": view for part, view in layer.views(parameter).items()}
-            yield Fill(f"{name}.{PUBLISHED[key]}", parameter, parts)
+            yield ParameterSource(f"{name}.{PUBLISHED[key]}", parameter, parts)
 
     def finish(self, layer: Linear) -> None:
         pass

@@ -10,7 +10,7 @@ import pytest
 from weft.core import Coefficients, CostModel, HostCost, Request, Scheduler, Source, Targets, slo
 from weft.core.admission import DeadlineAdmission, MakeLineup, Screened
 from weft.core.budget import StepLoad
-from weft.core.forecast import Prefill
+from weft.core.forecast import PendingPrefill
 from weft.core.policies import Policy
 from weft.sim.profiles import load_profile
 from weft.sim.simulator import Played, Truth, play
@@ -41,7 +41,7 @@ class Keeping(DeadlineAdmission):
             kept=[*found.kept, *stays], refused=[request for request in found.refused if request not in stays]
         )
 
-    def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
+    def is_hopeless(self, prefill: PendingPrefill, load: StepLoad) -> bool:
         return int(prefill.request.id) != self.kept and super().is_hopeless(prefill, load)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.core.budget import BATCH_DELAY, BATCH_JOINS, BATCH_SHARE, Allowance, StepLoad
 from weft.core.cost import CostModel
-from weft.core.forecast import Array, Forecast, Prefill, PromptRows, expect, forecast
+from weft.core.forecast import Array, Forecast, PendingPrefill, PromptRows, expect, forecast
 from weft.core.lineup import Lineup
 from weft.core.request import Request
 from weft.core.shape import StepShape
@@ -41,7 +41,7 @@ class Admission(Protocol):
         """
         ...
 
-    def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
+    def is_hopeless(self, prefill: PendingPrefill, load: StepLoad) -> bool:
         """Whether a request that has not started would miss its promise even if it were served next."""
         ...
 
@@ -56,7 +56,7 @@ class Admission(Protocol):
         """
         ...
 
-    def is_possible(self, prefill: Prefill) -> bool:
+    def is_possible(self, prefill: PendingPrefill) -> bool:
         """Whether an idle machine could give this request's first token in time."""
         ...
 
@@ -67,7 +67,7 @@ class AdmitAll:
     def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> Screened:
         return Screened(newcomers)
 
-    def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
+    def is_hopeless(self, prefill: PendingPrefill, load: StepLoad) -> bool:
         return False
 
     def may_join(self, after: StepShape, gap: float) -> bool:
@@ -76,7 +76,7 @@ class AdmitAll:
     def has_slack(self, after: StepShape, alone: StepShape, gap: float, soft_gap: float, joins: bool) -> bool:
         return True
 
-    def is_possible(self, prefill: Prefill) -> bool:
+    def is_possible(self, prefill: PendingPrefill) -> bool:
         return True
 
 
@@ -146,7 +146,7 @@ class DeadlineAdmission:
         """Load that the next request of a tenant will meet, at most MOST_LOAD."""
         return min(self._loads.before(tenant), MOST_LOAD)
 
-    def is_hopeless(self, prefill: Prefill, load: StepLoad) -> bool:
+    def is_hopeless(self, prefill: PendingPrefill, load: StepLoad) -> bool:
         request, first, count = prefill
         if request.deadline == math.inf:
             return False
@@ -174,7 +174,7 @@ class DeadlineAdmission:
         # A default target that is missed even without batch requests must not keep them out for ever.
         return late <= BATCH_SHARE * soft_gap or seconds <= BATCH_DELAY * self.cost.predict(alone)
 
-    def is_possible(self, prefill: Prefill) -> bool:
+    def is_possible(self, prefill: PendingPrefill) -> bool:
         request, first, left = prefill
         if SURELY * self.cost.prefill_seconds(first, left) * self.cost.bias < request.ttft_target:
             return True  # most prompts need no forecast

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from weft.core.cost import CostModel
 from weft.core.shape import StepShape
-from weft.core.turnover import NONE_DECODES, Ends
+from weft.core.turnover import NONE_DECODES, EndForecast
 
 IDLE_STEP = 0.25  # seconds that a step may take if no decode has a gap target; bounds the wait of a new request
 LEAST_SLICE = 16  # tokens of the smallest slice
@@ -28,7 +28,7 @@ class StepLoad(NamedTuple):
     shape: StepShape  # the decodes alone
     gap: float  # seconds; tightest promised gap of the decodes, infinite if there is none
     soft_gap: float = math.inf  # seconds; tightest default gap target of the decodes, which may be relaxed
-    ends: Ends = NONE_DECODES  # when the decodes end
+    ends: EndForecast = NONE_DECODES  # when the decodes end
     crowded: bool = False  # whether batch requests, not counted here, decode in the same step
     wish: float = math.inf  # seconds; tightest gap wish of the decodes, below what all are promised
     free: float = math.inf  # tokens of KV memory that new requests can use

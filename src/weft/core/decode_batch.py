@@ -13,7 +13,7 @@ from weft.core.request import Request
 from weft.core.running import RunningRequests
 from weft.core.shape import StepShape, decodes_alone
 from weft.core.slots import NO_SLOTS
-from weft.core.turnover import Ends, Turnover
+from weft.core.turnover import EndForecast, Turnover
 
 SlotArray = NDArray[np.int64]
 
@@ -120,7 +120,7 @@ class DecodeBatch:
         soft_gap = float(slots.soft_gap[waiting].min(initial=math.inf))
         return StepLoad(start, decodes_alone(count, context), gap, soft_gap)
 
-    def _ends(self, decodes: SlotArray, turnover: Turnover) -> Ends:
+    def _ends(self, decodes: SlotArray, turnover: Turnover) -> EndForecast:
         """When these decodes end."""
         slots = self._slots
         known = slots.known[decodes]

@@ -34,7 +34,7 @@ Array = NDArray[np.float64]
 _ROW = struct.Struct("9d")
 
 
-class Prefill(NamedTuple):
+class PendingPrefill(NamedTuple):
     """A prompt, or the part of one that is not computed yet."""
 
     request: Request

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from weft.core.draft import Draft
+from weft.core.batch_builder import BatchBuilder
 from weft.core.kv_cache_manager import KVCacheManager
 from weft.core.preemption import Preemption
-from weft.core.queue import Queue
+from weft.core.queue import WaitingQueue
 from weft.core.request import Request, State
 from weft.core.running import RunningRequests
 from weft.core.screening import Screening
@@ -17,13 +17,13 @@ from weft.core.turnover import Turnover
 class RequestLifecycle:
     """Keeps seats, blocks, queue and accounts consistent when a request changes its state."""
 
-    queue: Queue
+    queue: WaitingQueue
     running: RunningRequests
     kv: KVCacheManager
     screening: Screening
     preemption: Preemption
     tenants: Tenants
-    draft: Draft
+    builder: BatchBuilder
     turnover: Turnover
 
     def start(self, request: Request) -> None:
@@ -34,7 +34,7 @@ class RequestLifecycle:
             request.account.uncount_prompt(request.batch, request.user, request.sibling)
             request.service_at_start = request.account.service
             request.account.charge(INPUT_WEIGHT * (request.known - request.expected_hits))
-        self.draft.joined.append(request)
+        self.builder.joined.append(request)
 
     def grow(self, request: Request, count: int) -> bool:
         """Gives a request `count` more blocks; preempts other requests if needed. Returns whether it succeeded."""
@@ -54,8 +54,8 @@ class RequestLifecycle:
         lost = int(slots.computed[slot])
         request.lost_tokens += lost
         request.preemptions += 1
-        self.draft.preemptions += 1
-        self.draft.lost_tokens += lost
+        self.builder.preemptions += 1
+        self.builder.lost_tokens += lost
         self._unseat(request)
         request.state = State.WAITING
         self.screening.pack(request)
@@ -84,7 +84,7 @@ class RequestLifecycle:
     def _unseat(self, request: Request) -> None:
         """Frees the blocks and the seat at once. The slot is freed later, when no step in flight uses it."""
         self.running.leave_seat(request)
-        self.draft.forget(request)
+        self.builder.forget(request)
         self.kv.free(request)
 
     def _leave(self, request: Request) -> None:

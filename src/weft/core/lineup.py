@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.forecast import PromptRows
-from weft.core.queue import Levels, LineKey, Queue, line_of, rank_of
+from weft.core.queue import Levels, LineKey, WaitingQueue, line_of, rank_of
 from weft.core.request import Request
 from weft.core.tenants import INPUT_WEIGHT, Account
 
@@ -39,7 +39,11 @@ class Lineup(NamedTuple):
 
 
 def line_up(
-    queue: Queue, started: Sequence[Request], newcomers: Sequence[Request], row: Callable[[Request], bytes], now: float
+    queue: WaitingQueue,
+    started: Sequence[Request],
+    newcomers: Sequence[Request],
+    row: Callable[[Request], bytes],
+    now: float,
 ) -> Lineup:
     """Builds the line-up of running prefills (`started`), the queue and `newcomers`.
 
@@ -74,7 +78,7 @@ def _by_line(requests: Sequence[Request], indices: range) -> dict[LineKey, list[
     return lines
 
 
-def _levels(queue: Queue, others: Sequence[Request], now: float) -> Levels:
+def _levels(queue: WaitingQueue, others: Sequence[Request], now: float) -> Levels:
     """Levels from the heads of all lines, lower classes included, as in `Turns`."""
     heads: dict[LineKey, Request] = {}
     for request in [*queue.heads(), *others]:

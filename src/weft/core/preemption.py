@@ -3,9 +3,9 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from weft.core.batch_builder import BatchBuilder
 from weft.core.budget import StepLoad
 from weft.core.decode_batch import DecodeBatch
-from weft.core.draft import Draft
 from weft.core.kv_cache_manager import KVCacheManager
 from weft.core.policies import Policy
 from weft.core.request import Request
@@ -22,7 +22,7 @@ class Preemption:
     kv: KVCacheManager
     decodes: DecodeBatch
     tenants: Tenants
-    draft: Draft
+    builder: BatchBuilder
 
     def may_help(self, request: Request) -> bool:
         """Whether a running request may have to give way to this one, because of its class or its tenant's share."""
@@ -44,7 +44,7 @@ class Preemption:
             return []
         chosen: list[Request] = []
         given: dict[Account, tuple[int, int]] = {}  # seats and blocks that the chosen victims free
-        for other in sorted(self.running.requests - self.draft.prefilled, key=self.cost_of):
+        for other in sorted(self.running.requests - self.builder.prefilled, key=self.cost_of):
             if (fits and joins) or (fits and not other.batch):
                 break
             seats, blocks = given.get(other.account, (0, 0))
@@ -57,7 +57,7 @@ class Preemption:
 
     def victim_for_blocks(self, claimant: Request) -> Request | None:
         """The cheapest request to preempt so that `claimant`, which runs, gets a block; None if there is none."""
-        others = self.running.requests - self.draft.prefilled
+        others = self.running.requests - self.builder.prefilled
         victims = [other for other in others if self._gives_way(other, claimant) or self._is_junior(other, claimant)]
         return min(victims, key=self.cost_of, default=None)
 

@@ -3,14 +3,14 @@
 import math
 from dataclasses import dataclass
 
+from weft.core.batch_builder import BatchBuilder
 from weft.core.budget import Budget, StepLoad
 from weft.core.decode_batch import DecodeBatch
-from weft.core.draft import Draft
 from weft.core.kv_cache_manager import KVCacheManager
 from weft.core.lifecycle import RequestLifecycle
 from weft.core.policies import Policy
 from weft.core.preemption import Preemption
-from weft.core.queue import PrefillOrder, Queue
+from weft.core.queue import PrefillOrder, WaitingQueue
 from weft.core.request import Request, State
 from weft.core.running import RunningRequests
 from weft.core.tenants import Tenants
@@ -21,14 +21,14 @@ class PrefillPass:
     """Starts waiting requests and plans slices of their prompts."""
 
     policy: Policy
-    queue: Queue
+    queue: WaitingQueue
     running: RunningRequests
     kv: KVCacheManager
     decodes: DecodeBatch
     preemption: Preemption
     lifecycle: RequestLifecycle
     tenants: Tenants
-    draft: Draft
+    builder: BatchBuilder
 
     def plan(self, load: StepLoad) -> str:
         """Plans slices of running prefills and of waiting requests until the budget is spent.
@@ -38,16 +38,16 @@ class PrefillPass:
         budget = self._budget(load)
         if not self.running.prefilling and not self.queue:
             return budget.reason
-        draft, slots = self.draft, self.running.slots
+        builder, slots = self.builder, self.running.slots
         order = PrefillOrder(self.running.prefilling, self.queue, self.policy.order.overtakes, load.start)
         while (request := order.next()) is not None:
             if request.batch:
                 budget.limit_batch()
             if request.state is State.WAITING:
-                preemptions = draft.preemptions
+                preemptions = builder.preemptions
                 if not self._start(request, budget, load, order):
                     continue
-                if draft.preemptions > preemptions and not draft.prefills:
+                if builder.preemptions > preemptions and not builder.prefills:
                     load = self.decodes.load(load.start)  # the victims' targets no longer count
                     budget = self._budget(load)
             order.served(request)
@@ -105,7 +105,7 @@ class PrefillPass:
         if count < 1 or not self.lifecycle.grow(request, self.kv.blocks_for(first + count) - len(request.blocks)):
             return 0
         budget.take(first, count)
-        self.draft.add(request, first, count)
+        self.builder.add(request, first, count)
         slots.planned[slot] = first + count
         # Insert the blocks into the prefix cache now, so that an equal prompt in the same step shares them. This is
         # safe: executors run batches in order, and a forward pass writes all its keys and values before it reads any.
@@ -115,6 +115,6 @@ class PrefillPass:
     def _take_cached(self, request: Request) -> None:
         """Appends cached blocks that other requests have computed or planned since the last call."""
         gained = self.kv.take_cached(request)
-        self.draft.cached_tokens += gained
+        self.builder.cached_tokens += gained
         if not request.preemptions:
             request.cached_tokens += gained

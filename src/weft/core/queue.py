@@ -74,7 +74,7 @@ class LineKey(NamedTuple):
     account: Account
 
 
-class Line:
+class QueueLine:
     """Waiting requests of one class and tenant, in order of rank."""
 
     def __init__(self) -> None:
@@ -96,11 +96,11 @@ class Line:
         del self.rows[place * size : (place + 1) * size]
 
 
-class Queue:
+class WaitingQueue:
     """All waiting requests. Lines are ordered by class, then by the service of the tenant."""
 
     def __init__(self) -> None:
-        self.lines: dict[LineKey, Line] = {}
+        self.lines: dict[LineKey, QueueLine] = {}
         self.tokens = 0  # tokens to compute of all waiting requests
         self._count = 0
 
@@ -112,7 +112,7 @@ class Queue:
             yield from line.requests
 
     def add(self, request: Request) -> None:
-        self.lines.setdefault(line_of(request), Line()).add(request)
+        self.lines.setdefault(line_of(request), QueueLine()).add(request)
         self.tokens += request.known
         self._count += 1
 
@@ -162,7 +162,7 @@ class QueueLimits(NamedTuple):
 class PrefillOrder:
     """The order in which requests get slices in one plan that begins at `now`."""
 
-    def __init__(self, started: list[Request], queue: Queue, overtakes: bool, now: float) -> None:
+    def __init__(self, started: list[Request], queue: WaitingQueue, overtakes: bool, now: float) -> None:
         self._queue = queue
         self._overtakes = overtakes
         self._admitting = True

@@ -63,7 +63,7 @@ class Reservoir:
         return np.array(self.samples, np.float64).reshape(-1, COLUMNS)
 
 
-class Window(NamedTuple):
+class FitWindow(NamedTuple):
     """Samples of a finished window: steps that only decode, and steps with prefill."""
 
     kinds: tuple[Array, Array]
@@ -99,20 +99,20 @@ class Refit:
         self._steps += 1
         if self._steps < self._due:
             return None
-        return self._turn()
+        return self._end_window()
 
     def _open(self) -> None:
         self._decode, self._prefill = Reservoir(), Reservoir()
         self._steps = 0
         self._due = WINDOW
 
-    def _turn(self) -> Coefficients | None:
+    def _end_window(self) -> Coefficients | None:
         """Ends the window if it has enough steps: judges the candidate of the window before, and fits a new one."""
         decode, prefill = self._decode, self._prefill
         if min(decode.seen, prefill.seen) < QUOTA and self._steps < LONGEST_WINDOW:
             self._due += QUOTA
             return None
-        window = Window((decode.array(), prefill.array()), (decode.seen, prefill.seen))
+        window = FitWindow((decode.array(), prefill.array()), (decode.seen, prefill.seen))
         self._open()
         winner = self._judge(window)
         if winner is not None:
@@ -120,7 +120,7 @@ class Refit:
         self._learn(window)
         return None if winner is None else self.in_force
 
-    def _judge(self, window: Window) -> Array | None:
+    def _judge(self, window: FitWindow) -> Array | None:
         """Coefficients that are clearly better on steps that they were not fitted to, or None.
 
         The cost model corrects a common factor (`Drift`), so errors are measured around their centre. Both kinds of
@@ -139,12 +139,12 @@ class Refit:
             return None if np.array_equal(scaled, self._vector) else scaled
         return None
 
-    def _put_in_force(self, vector: Array, window: Window) -> None:
+    def _put_in_force(self, vector: Array, window: FitWindow) -> None:
         self._vector = vector
         self.in_force = self.in_force.with_vector(vector.tolist())
         self.mean, self.variance = _moments(_log_errors(vector, window), window.seen)
 
-    def _learn(self, window: Window) -> None:
+    def _learn(self, window: FitWindow) -> None:
         level = _centre(_log_errors(self._vector, window), window.seen)
         decode, prefill = (np.concatenate(pair) for pair in zip(self._past, window.kinds, strict=True))
         self._past = (_thinned(decode), _thinned(prefill))
@@ -199,7 +199,7 @@ def _seconds(parts: Array) -> Array:
     return seconds
 
 
-def _log_errors(vector: Array, window: Window) -> list[Array]:
+def _log_errors(vector: Array, window: FitWindow) -> list[Array]:
     """log(measured / predicted) of each step, for each kind of step."""
     return [np.log(samples[:, -1] / np.maximum(_seconds(_parts(vector, samples)), 1e-12)) for samples in window.kinds]
 

@@ -56,7 +56,7 @@ class Request:
     # The tenant's service when the request first started, before its prompt was charged; None: not started yet.
     service_at_start: float | None = None
     expected_hits: int = 0  # prompt tokens found in the prefix cache at screening
-    packed: bytes = b""  # its row of the forecast while it waits; see `Prefill.pack`
+    packed: bytes = b""  # its row of the forecast while it waits; see `PendingPrefill.pack`
     blocks: list[int] = field(default_factory=list)
     named: int = 0  # how many of its blocks were offered to the prefix cache
 

@@ -14,16 +14,16 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.batch_builder import BatchBuilder
 from weft.core.budget import StepLoad
 from weft.core.decode_batch import DecodeBatch
-from weft.core.draft import Draft
 from weft.core.kv_cache_manager import KVCacheManager
 from weft.core.lifecycle import RequestLifecycle
 from weft.core.policies import Policy
 from weft.core.preemption import Preemption
 from weft.core.prefill_pass import PrefillPass
 from weft.core.prefix import BeforeReuse
-from weft.core.queue import Queue, QueueLimits, service_of
+from weft.core.queue import QueueLimits, WaitingQueue, service_of
 from weft.core.request import Request, State
 from weft.core.running import RunningRequests
 from weft.core.screening import Screening
@@ -70,22 +70,22 @@ class Scheduler:
         """Drops everything that is queued, running, in flight or cached. Used after a step failed."""
         policy = self._policy
         self.tenants = Tenants(self.max_num_seqs, self.num_blocks, self.tenant_weights)
-        self.queue = Queue()
+        self.queue = WaitingQueue()
         self.running = running = RunningRequests(self.max_num_seqs)
         self.slots = running.slots
         self.kv = kv = KVCacheManager(
             self.num_blocks, self.block_size, running, self.enable_prefix_caching, self._before_reuse
         )
         self._turnover = Turnover()
-        self._draft = draft = Draft()
+        self._builder = builder = BatchBuilder()
         self._decodes = decodes = DecodeBatch(policy, running)
-        self._preemption = preemption = Preemption(policy, running, kv, decodes, self.tenants, draft)
+        self._preemption = preemption = Preemption(policy, running, kv, decodes, self.tenants, builder)
         self.screening = Screening(policy, self.queue, running, kv, preemption)
         self._lifecycle = RequestLifecycle(
-            self.queue, running, kv, self.screening, preemption, self.tenants, draft, self._turnover
+            self.queue, running, kv, self.screening, preemption, self.tenants, builder, self._turnover
         )
         self._prefills = PrefillPass(
-            policy, self.queue, running, kv, decodes, preemption, self._lifecycle, self.tenants, draft
+            policy, self.queue, running, kv, decodes, preemption, self._lifecycle, self.tenants, builder
         )
         self.in_flight: deque[PlannedStep] = deque()  # batches that are not committed yet
         self._last_predicted = 0.0  # seconds that the last plan is predicted to take
@@ -169,15 +169,15 @@ class Scheduler:
             load = self._preempt_batch(load)
         refused = self._screen(load, now)
         reason = self._prefills.plan(load)
-        if prefills_first and not self._draft.prefills:
+        if prefills_first and not self._builder.prefills:
             self._plan_decodes()
         # The prefill pass may have preempted requests that were already chosen to decode.
         decodes = self._decodes.slots()
         self.running.retire_slots()
-        if not len(decodes) and not self._draft.prefills:
-            # A request with a seat but no slice stays in the draft: the next batch tells the executor of it.
+        if not len(decodes) and not self._builder.prefills:
+            # A request with a seat but no slice stays in the builder: the next batch tells the executor of it.
             return Plan(None, NO_ROWS, [], refused)
-        joined = self._draft.joined
+        joined = self._builder.joined
         step = self._seal(decodes, reason, load)
         self.in_flight.append(step)
         self._last_predicted = step.predicted or 0.0
@@ -263,23 +263,23 @@ class Scheduler:
         return refused
 
     def _seal(self, decodes: NDArray[np.int64], reason: str, load: StepLoad) -> PlannedStep:
-        """Turns the draft into a batch, and begins another draft."""
-        draft, slots = self._draft, self.slots
+        """Builds the batch, and clears the builder for the next one."""
+        builder, slots = self._builder, self.slots
         self._steps += 1
-        batch = draft.batch(self._steps, decodes, self.running, self.kv.take_updates(), self.wave)
+        batch = builder.batch(self._steps, decodes, self.running, self.kv.take_updates(), self.wave)
         has_waiting = bool(self.running.prefilling or self.queue)
         step = PlannedStep(
             batch=batch,
             requests=self.running.at_all(batch.slots),
             reason=reason,
             predicted=self.policy.predict(batch.shape),
-            cached_tokens=draft.cached_tokens,
-            preemptions=draft.preemptions,
-            lost_tokens=draft.lost_tokens,
+            cached_tokens=builder.cached_tokens,
+            preemptions=builder.preemptions,
+            lost_tokens=builder.lost_tokens,
             starved=has_waiting and self.policy.allowance.starves(load),
             last=batch.samples & (slots.known[batch.slots] >= slots.limit[batch.slots]),
         )
-        draft.clear()
+        builder.clear()
         return step
 
     def _accept(self, batch: StepBatch, accepted: NDArray[np.int64]) -> None:

@@ -8,13 +8,13 @@ from functools import partial
 from itertools import takewhile
 
 from weft.core.budget import StepLoad
-from weft.core.forecast import GROUPS, Prefill
+from weft.core.forecast import GROUPS, PendingPrefill
 from weft.core.kv_cache_manager import KVCacheManager
 from weft.core.lineup import Lineup, line_up
 from weft.core.policies import Policy
 from weft.core.preemption import Preemption
 from weft.core.promises import Source
-from weft.core.queue import Queue, class_of
+from weft.core.queue import WaitingQueue, class_of
 from weft.core.request import Rank, Request, State
 from weft.core.running import RunningRequests
 
@@ -31,7 +31,7 @@ class Screening:
     """
 
     policy: Policy
-    queue: Queue
+    queue: WaitingQueue
     running: RunningRequests
     kv: KVCacheManager
     preemption: Preemption
@@ -133,10 +133,10 @@ class Screening:
     def _packed(self, request: Request) -> bytes:
         return request.packed or self._left_of(request).pack()
 
-    def _left_of(self, request: Request) -> Prefill:
+    def _left_of(self, request: Request) -> PendingPrefill:
         is_running = request.state is State.RUNNING
         done = int(self.running.slots.planned[request.slot]) if is_running else request.expected_hits
-        return Prefill(request, done, request.known - done)
+        return PendingPrefill(request, done, request.known - done)
 
 
 def _of_one_class(requests: list[Request]) -> list[Request]:

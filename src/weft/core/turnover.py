@@ -21,14 +21,14 @@ class Leaving(NamedTuple):
     context: NDArray[np.float64]  # tokens of context of each request now, in the same order
 
 
-class Ends(NamedTuple):
+class EndForecast(NamedTuple):
     latest: Leaving  # seconds, if each generates max_tokens at its promised gap; infinite without a promise
     expected: Leaving  # steps, if each generates as many tokens as recent requests
     typical: float  # usual number of decode steps of a request
 
 
 NOTHING = Leaving(np.empty(0), np.empty(0))
-NONE_DECODES = Ends(NOTHING, NOTHING, USUAL)
+NONE_DECODES = EndForecast(NOTHING, NOTHING, USUAL)
 
 
 class OutputLengths:
@@ -49,7 +49,7 @@ class OutputLengths:
         left: NDArray[np.int64],
         gap: NDArray[np.float64],
         context: NDArray[np.int64],
-    ) -> Ends:
+    ) -> EndForecast:
         """When running requests end.
 
         Of each request: tokens generated (`written`), tokens left to max_tokens (`left`), promised seconds between
@@ -63,7 +63,7 @@ class OutputLengths:
         place[np.argsort(middle, kind="stable")] = np.arange(len(left))
         rest = self._rest(written, left, (place + 0.5) / max(1, len(left)))
         typical = max(1.0, float(self._sorted.mean()))
-        return Ends(_in_order(left * gap, context), _in_order(rest, context), typical)
+        return EndForecast(_in_order(left * gap, context), _in_order(rest, context), typical)
 
     def _rest(
         self, written: NDArray[np.int64], left: NDArray[np.int64], share: NDArray[np.float64]

@@ -117,9 +117,9 @@ def _executor(options: EngineOptions, path: Path, config: "ModelConfig", longest
             os.environ.update(CUBLAS_WORKSPACE_CONFIG=":0:0", CUBLASLT_WORKSPACE_SIZE="0")
         limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, longest, slots)
         return CudaExecutor(model, limits, block_size=block_size, device=device)
-    from weft.engine.torch_executor import TorchExecutor
+    from weft.engine.cpu_executor import CpuExecutor
 
-    return TorchExecutor(model, block_size=block_size, slots=slots, max_model_len=longest, device=device)
+    return CpuExecutor(model, block_size=block_size, slots=slots, max_model_len=longest, device=device)
 
 
 def _prepare(options: EngineOptions, executor: Executor, longest: int, done: Callable[[str], None]) -> int:

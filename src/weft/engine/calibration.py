@@ -492,12 +492,12 @@ class _Survey:
         lone slices, lone decodes and fuller steps."""
         shapes = [mix.shape(self.wave) for mix in self.found]
         alone = self._fit(shapes, list(self.median.values()))
-        ratios: dict[_Kind, list[float]] = {kind: [] for kind in _Kind}
+        ratios: dict[StepKind, list[float]] = {kind: [] for kind in StepKind}
         for shape, seconds, _ in served:
-            ratios[_Kind.of(shape)].append(seconds / alone.predict(shape))
+            ratios[StepKind.of(shape)].append(seconds / alone.predict(shape))
         usual = [ratio for found in ratios.values() for ratio in found] or [1.0]
         longer = {kind: float(np.median(found if len(found) >= FEWEST else usual)) for kind, found in ratios.items()}
-        factors = [longer[_Kind.of(shape)] for shape in shapes]
+        factors = [longer[StepKind.of(shape)] for shape in shapes]
         chosen = [served[i] for i in self._random.permutation(len(served))[: len(shapes)].tolist()]
         shapes += [step.shape for step in chosen]
         medians = [factor * seconds for factor, seconds in zip(factors, self.median.values(), strict=True)]
@@ -580,7 +580,7 @@ class _Survey:
         return seconds
 
 
-class _Kind(enum.Enum):
+class StepKind(enum.Enum):
     """Kind of a step. It decides how much longer a step takes in service than in the survey."""
 
     LONE_SLICE = 0
@@ -588,7 +588,7 @@ class _Kind(enum.Enum):
     FULLER = 2
 
     @classmethod
-    def of(cls, shape: StepShape) -> "_Kind":
+    def of(cls, shape: StepShape) -> "StepKind":
         if shape.decodes + shape.slices > 1:
             return cls.FULLER
         return cls.LONE_SLICE if shape.slices else cls.LONE_DECODE

@@ -38,10 +38,10 @@ from weft.engine.graphs import (
 from weft.engine.logprobs import Described
 from weft.engine.pooling import Pooled, Pooler
 from weft.engine.sampling import Sampler, upload
-from weft.engine.staging import DEPTH, NOBODY, Courier, Desk, Rows, Tokens, pinned
+from weft.engine.staging import DEPTH, NO_SLOT, Rows, StagingBuffer, Tokens, Uploader, pinned
 from weft.kernels import flashinfer
 from weft.kernels.attention import Heads
-from weft.kernels.cuda import CudaAttention, Ends, Keeping, PlainPrefills, Prefills, sm_count
+from weft.kernels.cuda import CudaAttention, PlainPrefills, PrefillAttention, PromptKeyTarget, SampledRows, sm_count
 from weft.kernels.decode import Workspace, wanted_shares
 from weft.kernels.draw import Noise, draw
 from weft.kernels.shares import Shares, divide, most_shares
@@ -102,26 +102,26 @@ class CudaExecutor:
         most = max(self._mixed_sizes, default=0)
         self._wanted = wanted_shares(config.num_kv_heads, sm_count(device))
         windows = list({*config.layer_windows})
-        shares = (Shares.nobody(), most_shares(limits.max_num_seqs, self._wanted))
-        rows, tokens, kept = (Rows.nobody(), limits.max_num_seqs), (Tokens.nobody(), most), ((NOBODY,), 1)
+        shares = (Shares.padding(), most_shares(limits.max_num_seqs, self._wanted))
+        rows, tokens, kept = (Rows.padding(), limits.max_num_seqs), (Tokens.padding(), most), ((NO_SLOT,), 1)
         kinds = [rows, tokens, kept, shares, *(shares for _ in windows)]
-        self._desk = Desk(kinds, self._tables)
-        self._row_board, self._token_board, self._kept_board, self._end_shares, *others = self._desk.boards
+        self._staging = StagingBuffer(kinds, self._tables)
+        self._row_table, self._token_table, self._kept_table, self._end_shares, *others = self._staging.step_tables
         self._shares = dict(zip(windows, others, strict=True))
-        self._rows, self._tokens = Rows.of(self._row_board.numbers), Tokens(*self._token_board.numbers)
-        self._courier = Courier(device)
+        self._rows, self._tokens = Rows.of(self._row_table.numbers), Tokens(*self._token_table.numbers)
+        self._uploader = Uploader(device)
         width = config.num_heads * config.head_dim
         self._queries = torch.empty((most, width), dtype=model.dtypes.activations, device=device)
         self._attended = torch.empty_like(self._queries)
         sizes = (limits.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim)
         self._workspace = Workspace.of(*sizes, self._wanted, device)
         self._flashinfer: flashinfer.FlashInfer | None = None
-        self._keeping: Keeping | None = None
+        self._key_target: PromptKeyTarget | None = None
         if flashinfer.is_usable(config.head_dim, model.dtypes.kv_cache):
             kind = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, model.dtypes.kv_cache)
-            self._flashinfer = flashinfer.FlashInfer(*kind, limits.max_model_len, device, self._courier.send)
+            self._flashinfer = flashinfer.FlashInfer(*kind, limits.max_model_len, device, self._uploader.send)
             if self._flashinfer.kept.capacity:
-                self._keeping = Keeping(self._flashinfer.kept.copy, self._kept_board.numbers[0])
+                self._key_target = PromptKeyTarget(self._flashinfer.kept.copy, self._kept_table.numbers[0])
         self._decodes: dict[int, Whole] = {}
         self._draws: dict[int, Draws] = {}
         self._mixed: dict[int, Pieces] = {}
@@ -171,7 +171,7 @@ class CudaExecutor:
             self._decodes.clear()
             self._draws.clear()
             self._mixed.clear()
-            self._flashinfer = self._keeping = None
+            self._flashinfer = self._key_target = None
             # The next engine needs this memory, even while something still references this executor.
             del self.model, self.kv, self._scores, self._edited_scores
             self.sampler.close()
@@ -186,9 +186,9 @@ class CudaExecutor:
         stream = torch.cuda.current_stream(self.device)  # looked up once, because the call is slow
         started = _event()
         started.record(stream)
-        self._desk.open()
+        self._staging.open()
         rows = np.flatnonzero(batch.samples)
-        pending = CudaPending(self, rows, batch.slots[rows], started, self._returns[self._desk.turn])
+        pending = CudaPending(self, rows, batch.slots[rows], started, self._returns[self._staging.page_index])
         self._write_blocks(batch)
         if batch.num_decodes == len(batch.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
             self._write_rows(batch, rows, size)
@@ -210,7 +210,7 @@ class CudaExecutor:
                 self.model.scores(hidden, self._scores[: len(hidden)])
                 self._choose(pending, batch, masks, is_drawn=False)
         pending.ended.record(stream)
-        self._desk.close(pending.ended)
+        self._staging.close(pending.ended)
         return pending
 
     @torch.inference_mode()
@@ -287,19 +287,19 @@ class CudaExecutor:
         if len(new.slots):
             self._blocks[new.slots, new.columns] = new.blocks
             places = new.slots * self._columns + new.columns
-            if not self._desk.put_news(places, new.blocks):
-                self._courier.post(places, new.blocks, self._tables.view(-1))
+            if not self._staging.put_block_updates(places, new.blocks):
+                self._uploader.post(places, new.blocks, self._tables.view(-1))
 
     def _write_rows(self, batch: StepBatch, rows: NDArray[np.int64], padded: int) -> None:
         slots = batch.slots[rows]
         positions = batch.first[rows] + batch.count[rows] - 1
         ends = np.cumsum(batch.count)[rows] - 1
-        returns = np.arange(len(rows)) + self._desk.turn * self.limits.max_num_seqs
+        returns = np.arange(len(rows)) + self._staging.page_index * self.limits.max_num_seqs
         drawn = max(padded, _fitting(self._draws, len(rows)) or 0)  # draw graphs may have more rows
-        self._row_board.write([slots, positions, ends, returns, *self.sampler.drawing[:, slots]], drawn)
+        self._row_table.write([slots, positions, ends, returns, *self.sampler.drawing[:, slots]], drawn)
         decodes, places = batch.num_decodes, most_shares(padded, self._wanted)
-        for window, board in self._shares.items():
-            board.write(divide(slots[:decodes], positions[:decodes], window, self._wanted), places)
+        for window, step_table in self._shares.items():
+            step_table.write(divide(slots[:decodes], positions[:decodes], window, self._wanted), places)
         if decodes < len(batch.slots):
             self._end_shares.write(divide(slots, positions, self.model.config.layer_windows[-1], self._wanted), places)
 
@@ -311,51 +311,51 @@ class CudaExecutor:
         Of the rows that sample, followed by padding; or of all tokens (`all_rows`)."""
         tokens, decodes = self._tokens_of(batch, inputs), batch.num_decodes
         prefills = self._prefills(batch) if decodes < len(batch.slots) else None
-        kept = NOBODY if self._flashinfer is None or prefills is None else self._flashinfer.kept.writing
-        self._kept_board.write([np.array([kept])], 1)
+        kept = NO_SLOT if self._flashinfer is None or prefills is None else self._flashinfer.kept.writing
+        self._kept_table.write([np.array([kept])], 1)
         size = _fitting(self._mixed, batch.num_tokens)
         worth_it = size is not None and is_worth_it(size, batch.num_tokens, self._layer_parameters)
         if size is not None and worth_it and prefills is not None and not all_rows:
-            self._token_board.write(tokens, size)
-            self._desk.fetch()
+            self._token_table.write(tokens, size)
+            self._staging.fetch()
             planned, span = prefills, slice(decodes, batch.num_tokens)
             return self._mixed[size].replay(lambda heads, q, out: planned.attend(heads, q[span], out[span]))
-        self._desk.fetch()
-        views = Tokens(*self._courier.send(*tokens))
+        self._staging.fetch()
+        views = Tokens(*self._uploader.send(*tokens))
         if decodes:
             views.ids[:decodes] = self._last_token.index_select(0, views.slots[:decodes])
         # A step of decodes alone, which fits no graph, needs no ends: every token samples.
         ends = None if all_rows or prefills is None else self._ends(self._score_rows(int(batch.samples.sum())))
         where = (views.slots, views.positions, decodes)
-        return self.model.forward(views.ids, self._attention(*where, prefills, ends, self._keeping))
+        return self.model.forward(views.ids, self._attention(*where, prefills, ends, self._key_target))
 
     def _attention(
         self,
         slots: Tensor,
         positions: Tensor,
         decodes: int,
-        prefills: Prefills | None = None,
-        ends: Ends | None = None,
-        keeping: Keeping | None = None,
+        prefills: PrefillAttention | None = None,
+        ends: SampledRows | None = None,
+        key_target: PromptKeyTarget | None = None,
     ) -> CudaAttention:
         places = most_shares(decodes, self._wanted)
-        shares = {window: board.numbers[:, :places] for window, board in self._shares.items()}
+        shares = {window: step_table.numbers[:, :places] for window, step_table in self._shares.items()}
         where = (self.kv, self._tables, slots, positions)
-        return CudaAttention(*where, decodes, shares, self._workspace, prefills, ends, keeping)
+        return CudaAttention(*where, decodes, shares, self._workspace, prefills, ends, key_target)
 
-    def _ends(self, rows: int) -> Ends:
-        return Ends(self._rows.ends[:rows], self._end_shares.numbers[:, : most_shares(rows, self._wanted)])
+    def _ends(self, rows: int) -> SampledRows:
+        return SampledRows(self._rows.ends[:rows], self._end_shares.numbers[:, : most_shares(rows, self._wanted)])
 
     def _tokens_of(self, batch: StepBatch, inputs: StepInputs) -> list[NDArray[np.int64] | NDArray[np.int32]]:
         """The fields of `Tokens`, as host arrays."""
         count, decodes = batch.count, batch.num_decodes
         slots = np.repeat(batch.slots, count)
         positions = np.arange(batch.num_tokens) + np.repeat(batch.first - (np.cumsum(count) - count), count)
-        decoding = np.full(batch.num_tokens, NOBODY, np.int64)
+        decoding = np.full(batch.num_tokens, NO_SLOT, np.int64)
         decoding[:decodes] = slots[:decodes]
         return [slots, positions, np.concatenate([np.zeros(decodes, np.int32), inputs.prefill_tokens]), decoding]
 
-    def _prefills(self, batch: StepBatch) -> Prefills:
+    def _prefills(self, batch: StepBatch) -> PrefillAttention:
         prompts = slice(batch.num_decodes, None)
         slots, first, count = (field[prompts] for field in (batch.slots, batch.first, batch.count))
         if self._flashinfer is None:
@@ -407,10 +407,10 @@ class CudaExecutor:
         return self.sampler.untaken + GRAPH_BYTES * (graphs if self.model.can_be_captured else 0)
 
     def _decode(self, rows: int) -> None:
-        """A whole step of decodes, with drawing. It reads only fixed addresses and the desk's next page, so that it can
-        be captured."""
+        """A whole step of decodes, with drawing. It reads only fixed addresses and the next page of the staging
+        buffer, so that it can be captured."""
         drawn = _fitting(draw_sizes(self.limits.max_num_seqs), rows) or rows
-        self._desk.fetch(max(most_shares(rows, self._wanted), drawn))
+        self._staging.fetch(max(most_shares(rows, self._wanted), drawn))
         slots, positions = self._rows.slots[:rows], self._rows.positions[:rows]
         ids = self._last_token.index_select(0, slots.clamp(min=0))
         hidden = self.model.forward(ids, self._attention(slots, positions, rows))
@@ -426,13 +426,13 @@ class CudaExecutor:
     def _trial(self) -> Iterator[None]:
         """Allows one fetch outside of a step, before the first step. Its page is empty unless something is written.
 
-        It keeps the page counters of host and device equal. After an error the desk stays open; the next `open` resets
-        both counters."""
-        self._desk.open()
+        It keeps the page counters of host and device equal. After an error the staging buffer stays open; the next
+        `open` resets both counters."""
+        self._staging.open()
         yield
         done = _event()
         done.record()
-        self._desk.close(done)
+        self._staging.close(done)
 
     def _pieces(self, size: int, pool: object) -> Pieces:
         """Captures a mixed step of `size` tokens, of which any number may be decodes."""
@@ -441,7 +441,7 @@ class CudaExecutor:
 
         def forward(cut: Cut) -> Tensor:
             where = (tokens.slots, tokens.positions, most)
-            attention = self._attention(*where, ends=self._ends(most), keeping=self._keeping)
+            attention = self._attention(*where, ends=self._ends(most), key_target=self._key_target)
 
             def attend(heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
                 if heads.last:
@@ -474,10 +474,10 @@ class CudaExecutor:
                 self._rehearse([longest])
             for first, is_end in ((0, True), (0, False), (few, False), (behind, True)):
                 self._rehearse([few], first=min(first, longest - few), are_ends=is_end)
-        self._courier.post(np.zeros(1, np.int64), np.zeros(1, np.int32), self._tables.view(-1))
+        self._uploader.post(np.zeros(1, np.int64), np.zeros(1, np.int32), self._tables.view(-1))
         with self._trial():
-            self._kept_board.write([np.array([NOBODY])], 1)
-            self._desk.fetch()
+            self._kept_table.write([np.array([NO_SLOT])], 1)
+            self._staging.fetch()
         torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
@@ -508,14 +508,14 @@ class CudaExecutor:
         limits, device = self.limits, self.device
         slots, count = np.zeros(len(counts), np.int64), np.array(counts)
         firsts, ends = np.full_like(count, first), np.full(len(counts), are_ends)
-        prefills: Prefills = PlainPrefills(self.kv, self._tables, slots, firsts, count)
+        prefills: PrefillAttention = PlainPrefills(self.kv, self._tables, slots, firsts, count)
         if self._flashinfer is not None:
             self._flashinfer.kept.forget()
             tables = [np.zeros(-(-end // self.kv.block_size), np.int32) for end in (firsts + count).tolist()]
             prefills = self._flashinfer.prefills(self.kv, flashinfer.Slices(slots, firsts, count, ends, tables))
         positions = torch.cat([torch.arange(first, first + tokens, dtype=torch.int32) for tokens in counts]).to(device)
         ids = torch.zeros_like(positions)
-        attention = self._attention(torch.full_like(ids, NOBODY), positions, 0, prefills, keeping=self._keeping)
+        attention = self._attention(torch.full_like(ids, NO_SLOT), positions, 0, prefills, key_target=self._key_target)
         hidden = self.model.forward(ids, attention)
         self._edited_scores.copy_(
             self.model.scores(hidden[:1].expand(limits.max_num_seqs, -1).contiguous(), self._scores)

@@ -15,7 +15,7 @@ from weft.engine.loop import Loop
 from weft.engine.options import check_milliseconds
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Standing, Stream
-from weft.engine.structured import Grammar, Grammars
+from weft.engine.structured import Grammars, RequestGrammar
 from weft.errors import OptionError, RequestError
 
 
@@ -128,7 +128,7 @@ class Engine:
         ttft, ttft_source, gap, gap_source, wish = promise
         return Standing(priority, tenant, precedence, batch, ttft, gap, ttft_source, gap_source, wish, user)
 
-    def _grammars(self, params: SamplingParams) -> Sequence[Grammar | None]:
+    def _grammars(self, params: SamplingParams) -> Sequence[RequestGrammar | None]:
         """One grammar (or None) for each of the n completions."""
         if params.structured_outputs is None:
             return [None] * params.n

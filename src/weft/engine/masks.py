@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.engine.stream import Stream
-from weft.engine.structured import Grammar, Mask, NoMatcherError
+from weft.engine.structured import Mask, NoMatcherError, RequestGrammar
 
 THREADS = 4  # several, so that a slow mask does not delay the masks of other streams
 MATCHER_THREADS = 2
@@ -116,7 +116,7 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
-def _build(grammar: Grammar, token: int | None, banned: Sequence[int]) -> Mask:
+def _build(grammar: RequestGrammar, token: int | None, banned: Sequence[int]) -> Mask:
     """The mask after `token`. `banned` tokens are excluded if the grammar allows any other token."""
     try:
         mask = grammar.mask(token)

@@ -3,7 +3,7 @@
 Requests are numbered, and answers come in the order of the requests. Threads send and receive, so that an interrupt of
 the caller (Ctrl-C) leaves no half message, and results may be waited for in any thread.
 
-Both processes must trust each other: give the socket to nobody else. The times of steps are on the server's clock, so
+Both processes must trust each other: do not share the socket. The times of steps are on the server's clock, so
 both must be on one machine. A server process should ignore SIGINT, which a terminal sends to all processes.
 """
 
@@ -73,7 +73,7 @@ class WriteBlocks(msgspec.Struct, tag=True):
     data: Bytes
 
 
-class Fill(msgspec.Struct, tag=True):
+class FillCache(msgspec.Struct, tag=True):
     pass
 
 
@@ -81,7 +81,7 @@ class Close(msgspec.Struct, tag=True):
     pass
 
 
-Message = GetFacts | Measure | Allocate | WarmUp | Submit | ReadBlocks | WriteBlocks | Fill | Close
+Message = GetFacts | Measure | Allocate | WarmUp | Submit | ReadBlocks | WriteBlocks | FillCache | Close
 
 
 class RemoteExecutor:
@@ -124,7 +124,7 @@ class RemoteExecutor:
         return self._ask(WriteBlocks(list(blocks), data), None)
 
     def fill(self) -> None:
-        self._ask(Fill(), None).result()
+        self._ask(FillCache(), None).result()
 
     def close(self) -> None:
         try:
@@ -221,7 +221,7 @@ def _start(executor: Executor, message: Message) -> Callable[[], Any]:
                 executor.allocate(spec)
             case WarmUp():
                 executor.warm_up()
-            case Fill():
+            case FillCache():
                 executor.fill()
             case Close():
                 executor.close()

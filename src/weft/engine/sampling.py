@@ -311,10 +311,10 @@ class _History:
     def rehearse(self, logits: Tensor, tokens: Tensor) -> None:
         from weft.kernels.penalise import FIELDS, Histories, note, penalise
 
-        nobody = torch.full((FIELDS, 1), -1, dtype=torch.int32, device=tokens.device)
+        padding = torch.full((FIELDS, 1), -1, dtype=torch.int32, device=tokens.device)
         histories = Histories(self._counts, self._seen)
-        penalise(logits, nobody, histories)
-        note(tokens, nobody[:2], histories)
+        penalise(logits, padding, histories)
+        note(tokens, padding[:2], histories)
 
 
 def upload(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

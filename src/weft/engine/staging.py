@@ -11,11 +11,11 @@ from torch import Tensor
 
 from weft.kernels.fetch import TILE, Ring, fetch, post
 
-MOST_SENT = 5  # most transfers of a courier per step: block tables, tokens, and inputs of three attention kernels
+MOST_SENT = 5  # most transfers of an uploader per step: block tables, tokens, and inputs of three attention kernels
 DEPTH = 3  # buffers: the host fills one while the device may still read the others
 CACHE_LINE = 32  # int32 numbers: pages do not share a cache line
 ALIGNED = 4  # int32 numbers: an offset that is a multiple of this is aligned to 16 bytes
-NOBODY = -1  # the slot of padding: dummy rows and dummy tokens of a graph
+NO_SLOT = -1  # the slot of padding: dummy rows and dummy tokens of a graph
 
 
 class Rows(NamedTuple):
@@ -33,10 +33,10 @@ class Rows(NamedTuple):
     floor: Tensor
 
     @staticmethod
-    def nobody() -> tuple[int, ...]:
+    def padding() -> tuple[int, ...]:
         """A dummy row. Only its most likely token is kept (floor 0 is min_p 1), which takes no search."""
         top_p, floor = np.array([2, 0], np.float32).view(np.int32).tolist()
-        return (NOBODY, *[0] * 6, np.iinfo(np.int32).max, top_p, floor)
+        return (NO_SLOT, *[0] * 6, np.iinfo(np.int32).max, top_p, floor)
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Rows":
@@ -52,53 +52,54 @@ class Tokens(NamedTuple):
     slots: Tensor
     positions: Tensor
     ids: Tensor  # 0 for a decode, because its token is on the device
-    decodes: Tensor  # the slot of a decode, else NOBODY
+    decodes: Tensor  # the slot of a decode, else NO_SLOT
 
     @staticmethod
-    def nobody() -> tuple[int, ...]:
-        return (NOBODY, 0, 0, NOBODY)
+    def padding() -> tuple[int, ...]:
+        return (NO_SLOT, 0, 0, NO_SLOT)
 
 
-class Board:
+class StepTable:
     """A table at a fixed address on the device, for graphs to read: one row per field, up to `width` columns."""
 
-    def __init__(self, desk: "Desk", number: int, begin: int, nobody: tuple[int, ...], width: int) -> None:
-        self._desk, self._number, self._begin = desk, number, begin
-        self._nobody = np.array(nobody, np.int32)[:, None]
+    def __init__(self, staging: "StagingBuffer", number: int, begin: int, padding: tuple[int, ...], width: int) -> None:
+        self._staging, self._number, self._begin = staging, number, begin
+        self._padding = np.array(padding, np.int32)[:, None]
         self._stride = _aligned(width)
-        self._end = begin + len(nobody) * self._stride
+        self._end = begin + len(padding) * self._stride
         self.width = width
-        self.numbers = desk.numbers[begin : self._end].view(len(nobody), self._stride)[:, :width]
-        self.numbers.copy_(torch.from_numpy(self._nobody))
+        self.numbers = staging.numbers[begin : self._end].view(len(padding), self._stride)[:, :width]
+        self.numbers.copy_(torch.from_numpy(self._padding))
 
     def write(self, values: Sequence[NDArray[Any]], padded: int) -> None:
         """Writes `values` to the current page, followed by padding up to `padded` columns."""
-        array = self._desk.page[self._begin : self._end].reshape(-1, self._stride)
+        array = self._staging.page[self._begin : self._end].reshape(-1, self._stride)
         count = len(values[0])
         for field, numbers in zip(array, values, strict=True):
             field[:count] = numbers
         if count < padded:
-            array[:, count:padded] = self._nobody
-        self._desk.note(self._number, padded)
+            array[:, count:padded] = self._padding
+        self._staging.note(self._number, padded)
 
     def segments(self) -> list[tuple[int, int]]:
         return [(begin, self._number) for begin in range(self._begin, self._end, self._stride)]
 
 
-class Desk:
-    """Staging buffer of a step: all boards, one after the other. One `fetch` copies every written board to the device
-    and applies the block table updates (`put_news`). A header holds the number of written columns of each board.
+class StagingBuffer:
+    """Staging buffer of a step: all step tables, one after the other. One `fetch` copies every written table to the
+    device and applies the block table updates (`put_block_updates`). A header holds the number of written columns of
+    each step table.
 
     The host has DEPTH pinned copies of it, the pages. The host writes them in turn. Each `fetch` that the device runs
     reads the next page, so that a graph can contain a fetch. Host and device each count the pages on their side.
     """
 
     def __init__(self, kinds: Sequence[tuple[tuple[int, ...], int]], table: Tensor) -> None:
-        """`kinds` has, for each board, the padding value of each field, and the width."""
+        """`kinds` has, for each step table, the padding value of each field, and the width."""
         # Table updates: as many as the smallest fetch copies. A captured fetch cannot know how many there will be.
         kinds = [*kinds, ((0, 0), TILE)]
         self._head = _aligned(len(kinds))
-        begins = np.cumsum([self._head, *(len(nobody) * _aligned(width) for nobody, width in kinds)]).tolist()
+        begins = np.cumsum([self._head, *(len(padding) * _aligned(width) for padding, width in kinds)]).tolist()
         size = -(-begins[-1] // CACHE_LINE) * CACHE_LINE
         self.table = table
         self.numbers = torch.zeros(size, dtype=torch.int32, device=table.device)
@@ -106,13 +107,13 @@ class Desk:
         self._pages = list(self._ring.buffers.numpy())
         self._read: list[torch.cuda.Event | None] = [None] * DEPTH
         self._is_open = False
-        self.turn = 0
+        self.page_index = 0
         self.page = self._pages[0]
         self._most = 0
-        self.boards = [Board(self, number, begins[number], *kind) for number, kind in enumerate(kinds)]
-        segments = [segment for board in self.boards for segment in board.segments()]
+        self.step_tables = [StepTable(self, number, begins[number], *kind) for number, kind in enumerate(kinds)]
+        segments = [segment for table in self.step_tables for segment in table.segments()]
         self._segments = torch.tensor(segments, dtype=torch.int32, device=table.device)
-        self._news = self.boards.pop()
+        self._block_updates = self.step_tables.pop()
 
     def open(self) -> None:
         """Begins a step on the next page."""
@@ -120,24 +121,25 @@ class Desk:
             # The last step failed before `close`. The device may have fetched its page or not: reset both counters.
             torch.cuda.synchronize(self.numbers.device)
             self._ring.state.zero_()
-            self.turn = 0
+            self.page_index = 0
         self._is_open = True
-        read = self._read[self.turn]
+        read = self._read[self.page_index]
         if read is not None:  # no wait, unless the device is three steps behind
             read.synchronize()
-        self.page = self._pages[self.turn]
+        self.page = self._pages[self.page_index]
         self.page[: self._head] = 0
         self._most = 0
 
-    def note(self, board: int, written: int) -> None:
-        self.page[board] = written
+    def note(self, number: int, written: int) -> None:
+        """Records that `written` columns of step table `number` are on this page."""
+        self.page[number] = written
         self._most = max(self._most, written)
 
-    def put_news(self, places: NDArray[Any], numbers: NDArray[Any]) -> bool:
+    def put_block_updates(self, places: NDArray[Any], numbers: NDArray[Any]) -> bool:
         """Stages table[places] = numbers. No place may occur twice. Returns False if there are too many."""
-        if len(places) > self._news.width:
+        if len(places) > self._block_updates.width:
             return False
-        self._news.write((places, numbers), len(places))
+        self._block_updates.write((places, numbers), len(places))
         return True
 
     def fetch(self, most: int | None = None) -> None:
@@ -147,13 +149,13 @@ class Desk:
 
     def close(self, read: torch.cuda.Event) -> None:
         """Ends a step after its launch. The event `read` is recorded after its fetch."""
-        self._read[self.turn] = read
-        self.turn = (self.turn + 1) % DEPTH
+        self._read[self.page_index] = read
+        self.page_index = (self.page_index + 1) % DEPTH
         self._is_open = False
 
 
-class Courier:
-    """Uploads arrays that have no board, through a ring of pinned buffers."""
+class Uploader:
+    """Uploads arrays that have no step table, through a ring of pinned buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

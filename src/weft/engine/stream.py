@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from weft.core import Request, Source
 from weft.engine.hashing import block_hash
 from weft.engine.params import SamplingParams
-from weft.engine.structured import Grammar
+from weft.engine.structured import RequestGrammar
 
 
 class Standing(NamedTuple):
@@ -39,7 +39,7 @@ class Stream:
     stop_ids: frozenset[int]  # end the request when sampled; without the end-of-text ids under ignore_eos
     tail: bytes  # hash of its last full block with known tokens, or the root hash
     output: list[int] = field(default_factory=list)
-    grammar: Grammar | None = None  # constrains the output
+    grammar: RequestGrammar | None = None  # constrains the output
 
     @classmethod
     def open(
@@ -55,7 +55,7 @@ class Stream:
         hashes: Sequence[bytes],
         arrival: float,
         standing: Standing | None = None,
-        grammar: Grammar | None = None,
+        grammar: RequestGrammar | None = None,
         sibling: bool = False,
     ) -> "Stream":
         request = Request(

@@ -127,7 +127,7 @@ class Form:
             return self._first
 
 
-class Grammar:
+class RequestGrammar:
     """A structure and the progress of one request in it.
 
     Each request has a separate matcher. (Copies of a matcher would share the states of its lexer and their limit. One
@@ -182,7 +182,7 @@ class Grammars:
         """Raises a RequestError if the structure cannot be enforced."""
         self._tried(structure.kind, grammar_text(structure))
 
-    def compile(self, structure: StructuredOutputs, count: int = 1) -> list[Grammar]:
+    def compile(self, structure: StructuredOutputs, count: int = 1) -> list[RequestGrammar]:
         """Returns grammars for `count` requests. Raises a RequestError if the structure cannot be enforced."""
         text = grammar_text(structure)
         self._tried(structure.kind, text)
@@ -193,7 +193,7 @@ class Grammars:
             text = _behind(structure.behind, text, self._tags)
             self._tried(structure.kind, text)
         form = self._form(text)
-        return [Grammar(form) for _ in range(count)]
+        return [RequestGrammar(form) for _ in range(count)]
 
     @functools.cached_property
     def tokenizer(self) -> "LLTokenizer":

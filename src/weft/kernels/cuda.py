@@ -17,7 +17,7 @@ from weft.kernels.reference import PrefillRow
 from weft.kv.pool import KVPool
 
 
-class Prefills(Protocol):
+class PrefillAttention(Protocol):
     """The prefill slices of one step."""
 
     def attend(self, heads: Heads, q: Tensor, out: Tensor) -> None:
@@ -25,15 +25,15 @@ class Prefills(Protocol):
         ...
 
 
-class Ends(NamedTuple):
+class SampledRows(NamedTuple):
     """The last tokens of the rows that sample."""
 
     places: Tensor  # [R] int32: indices of these tokens in the step
     shares: Tensor  # `Shares` of their contexts
 
 
-class Keeping(NamedTuple):
-    """Second copy of the keys and values of one of the step's prompts: in all layers, each token at its position."""
+class PromptKeyTarget(NamedTuple):
+    """Where the write kernel stores a second copy of one prompt's keys and values: each token at its position."""
 
     copy: Tensor  # [layers, 2, L, kv_heads, head_dim]; the last place receives writes that are never read
     slot: Tensor  # [1] int32: slot of that prompt; negative: none
@@ -58,14 +58,14 @@ class CudaAttention:
         num_decodes: int,
         shares: dict[int | None, Tensor],
         workspace: Workspace,
-        prefills: Prefills | None = None,
-        ends: Ends | None = None,
-        keeping: Keeping | None = None,
+        prefills: PrefillAttention | None = None,
+        ends: SampledRows | None = None,
+        key_target: PromptKeyTarget | None = None,
     ) -> None:
         self.kv, self.tables = kv, tables
         self.slots, self.positions = slots, positions
         self.num_decodes, self.shares, self.workspace = num_decodes, shares, workspace
-        self.prefills, self.ends, self.keeping = prefills, ends, keeping
+        self.prefills, self.ends, self.key_target = prefills, ends, key_target
         self._plain: PlainHeads | None = None
 
     def __call__(self, heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ class CudaAttention:
             heads.kv_heads,
             heads.head_dim,
             q,
-            *(self.keeping.copy[heads.layer], self.keeping.slot) if self.keeping is not None else (),
+            *(self.key_target.copy[heads.layer], self.key_target.slot) if self.key_target is not None else (),
         )
 
     def _write_plainly(self, heads: Heads, qkv: Tensor) -> Tensor:
@@ -125,14 +125,14 @@ class CudaAttention:
             # Padding tokens are written to the last place of the pool, which is never read.
             places = blocks * size + self.positions % size
             self._places = torch.where(self.slots < 0, self.kv.num_blocks * size - 1, places)
-            if self.keeping is not None:
-                is_kept = (self.slots == self.keeping.slot) & (self.slots >= 0)
-                last = self.keeping.copy.shape[2] - 1
+            if self.key_target is not None:
+                is_kept = (self.slots == self.key_target.slot) & (self.slots >= 0)
+                last = self.key_target.copy.shape[2] - 1
                 self._kept_places = torch.where(is_kept, self.positions, last).long()
         q, k, v = self._plain.split(heads, qkv)
         self.kv.write(heads.layer, self._places, k, v)
-        if self.keeping is not None:
-            for target, numbers in zip(self.keeping.copy[heads.layer], (k, v), strict=True):
+        if self.key_target is not None:
+            for target, numbers in zip(self.key_target.copy[heads.layer], (k, v), strict=True):
                 target.index_copy_(0, self._kept_places, numbers.to(target.dtype))
         return q.contiguous()
 

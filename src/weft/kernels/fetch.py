@@ -13,7 +13,7 @@ TILE = 512  # numbers read per program
 
 
 class Ring(NamedTuple):
-    """Staging buffers that the host writes in turn and the device reads in turn. Each of them counts its turns."""
+    """Staging buffers that the host writes in turn and the device reads in turn. Each of them counts its reads."""
 
     buffers: Tensor  # [B, N] int32, pinned
     state: Tensor  # [2] int32, on the device: the buffer to read next, and how many programs have read it

@@ -34,7 +34,7 @@ def is_usable(head_dim: int, dtype: torch.dtype) -> bool:
     return head_dim in HEAD_DIMS and dtype in DTYPES
 
 
-class _Kind(NamedTuple):
+class PlanKey(NamedTuple):
     """What a plan depends on. Layers of the same kind share one plan."""
 
     heads: int
@@ -44,7 +44,7 @@ class _Kind(NamedTuple):
     window: int | None
 
     @classmethod
-    def of(cls, heads: Heads) -> "_Kind":
+    def of(cls, heads: Heads) -> "PlanKey":
         return cls(heads.heads, heads.kv_heads, heads.head_dim, heads.scale, heads.window)
 
     @property
@@ -107,8 +107,8 @@ class FlashInfer:
         self._gathered = torch.empty((2, tokens, kv_heads, head_dim), dtype=dtype, device=device)
         memory = torch.cuda.get_device_properties(device).total_memory
         kept = min(tokens, int(MOST_KEPT * memory / (2 * layers * kv_heads * head_dim * dtype.itemsize)))
-        self.kept = Kept(torch.empty((layers, 2, kept + 1, kv_heads, head_dim), dtype=dtype, device=device))
-        self._wrappers: dict[tuple[_Kind, _Way], list[Any]] = {}
+        self.kept = PromptKeyCache(torch.empty((layers, 2, kept + 1, kv_heads, head_dim), dtype=dtype, device=device))
+        self._wrappers: dict[tuple[PlanKey, _Way], list[Any]] = {}
         self._turn = 0
 
     @property
@@ -116,7 +116,7 @@ class FlashInfer:
         """Queries of a slice that read its context together; 0: the time grows evenly with the number of queries."""
         return max(TILE, self._all // self.heads // TILE * TILE) if self._is_hopper else 0
 
-    def prefills(self, kv: KVPool, slices: "Slices") -> "Prefills":
+    def prefills(self, kv: KVPool, slices: "Slices") -> "StepPrefills":
         """Attention of a step's prefill slices."""
         self._turn ^= 1
         self.kept.writing = -1
@@ -139,7 +139,7 @@ class FlashInfer:
                 else:
                     planned = self._many(kv, some)
                 parts.append(Part(slice(int(starts[low]), int(starts[high])), planned))
-        return Prefills(parts)
+        return StepPrefills(parts)
 
     def _few(self, slices: "Slices") -> tuple[int, int]:
         """Begin and end of the slices that are not divided. The slices before them have few queries together, and at
@@ -162,7 +162,7 @@ class FlashInfer:
             return GatheredPrefills(self, kv, slices, Passing(self._gathered[:, :reach]))
         return PagedPrefills(self, "paged", kv, slices)
 
-    def wrapper(self, kind: _Kind, way: _Way) -> Any:
+    def wrapper(self, kind: PlanKey, way: _Way) -> Any:
         """The wrapper for the current step."""
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
@@ -182,7 +182,7 @@ class Part(NamedTuple):
     prefills: "PagedPrefills | GatheredPrefills"
 
 
-class Prefills:
+class StepPrefills:
     """All prefill slices of one step."""
 
     def __init__(self, parts: list[Part]) -> None:
@@ -206,15 +206,15 @@ class PagedPrefills:
         (self._blocks,) = owner.send(np.concatenate(slices.tables))
         self._queries, self._pages = _offsets(slices.count), _offsets(pages)
         self._last_page = torch.from_numpy((slices.end - (pages - 1) * kv.block_size).astype(np.int32))
-        self._planned: dict[_Kind, Any] = {}
+        self._planned: dict[PlanKey, Any] = {}
 
     def attend(self, heads: Heads, q: Tensor, out: Tensor) -> None:
-        kind = _Kind.of(heads)
+        kind = PlanKey.of(heads)
         if kind not in self._planned:
             self._planned[kind] = self._plan(kind, q.dtype)
         self._planned[kind].run(q, (self.kv.k[heads.layer], self.kv.v[heads.layer]), out=out)
 
-    def _plan(self, kind: _Kind, dtype: torch.dtype) -> Any:
+    def _plan(self, kind: PlanKey, dtype: torch.dtype) -> Any:
         wrapper = self.owner.wrapper(kind, self.way)
         lengths = (self._queries, self._pages, self._blocks, self._last_page)
         wrapper.plan(*lengths, *kind.sizes, self.kv.block_size, causal=True, q_data_type=dtype, **kind.options)
@@ -224,16 +224,16 @@ class PagedPrefills:
 class GatheredPrefills:
     """Prefill slices that read contiguous keys and values of a layer. The first layer of each kind makes the plan."""
 
-    def __init__(self, owner: FlashInfer, kv: KVPool, slices: Slices, store: "Passing | Kept") -> None:
+    def __init__(self, owner: FlashInfer, kv: KVPool, slices: Slices, store: "Passing | PromptKeyCache") -> None:
         self.owner, self.kv = owner, kv
         self.way: _Way = store.way
         self._queries, self._keys = _offsets(slices.count), _offsets(slices.end)
         self._slices, self._store = slices, store
-        self._planned: dict[_Kind, Any] = {}
+        self._planned: dict[PlanKey, Any] = {}
         self._places: Tensor | None = None
 
     def attend(self, heads: Heads, q: Tensor, out: Tensor) -> None:
-        kind = _Kind.of(heads)
+        kind = PlanKey.of(heads)
         if kind not in self._planned:
             self._planned[kind] = self._plan(kind, q.dtype)
         k, v = self._store.gather(self.kv, heads.layer, self.places)
@@ -248,7 +248,7 @@ class GatheredPrefills:
             (self._places,) = self.owner.send(np.concatenate(places))
         return self._places
 
-    def _plan(self, kind: _Kind, dtype: torch.dtype) -> Any:
+    def _plan(self, kind: PlanKey, dtype: torch.dtype) -> Any:
         wrapper = self.owner.wrapper(kind, "gathered")
         wrapper.plan(self._queries, self._keys, *kind.sizes, causal=True, q_data_type=dtype, **kind.options)
         return wrapper
@@ -270,11 +270,12 @@ class Passing:
         return self._place
 
 
-class Kept:
+class PromptKeyCache:
     """A contiguous copy of all keys and values of the prompt that is being prefilled. It grows with each slice.
 
-    The kernel that writes keys and values to the cache also writes them here for slot `writing` (see `Keeping`). Tokens
-    that were cached before, or were prefilled in steps that did not use this copy, are copied from the cache.
+    The kernel that writes keys and values to the cache also writes them here for slot `writing` (see
+    `PromptKeyTarget`). Tokens that were cached before, or were prefilled in steps that did not use this copy, are
+    copied from the cache.
     """
 
     way: _Way = "kept"

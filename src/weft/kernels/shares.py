@@ -26,7 +26,7 @@ class Shares(NamedTuple):
     splits: NDArray[np.int64]  # number of shares of its row
 
     @staticmethod
-    def nobody() -> tuple[int, ...]:
+    def padding() -> tuple[int, ...]:
         """Values of an unused entry: its row is -1."""
         return (-1, 0, 0, 0, 0, 0, 0)
 

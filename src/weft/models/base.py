@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft.kernels.attention import Attend
 from weft.models.config import ModelConfig
 from weft.models.layers import Attention, RMSNorm, SparseMLP, wide
-from weft.models.linear import Choose, Dtypes, Fill, Linear, choose_method
+from weft.models.linear import Choose, Dtypes, Linear, ParameterSource, choose_method
 from weft.models.rope import Rope
 
 
@@ -44,7 +44,7 @@ class CausalLM(nn.Module):
     def build_layer(self, config: ModelConfig, index: int) -> nn.Module:
         raise NotImplementedError
 
-    def settle(self, max_model_len: int, device: torch.device) -> None:
+    def prepare_rotations(self, max_model_len: int, device: torch.device) -> None:
         """Lets methods finish their layers, and prepares rotary embeddings for positions up to `max_model_len`.
 
         To be called when the weights are loaded.
@@ -56,7 +56,7 @@ class CausalLM(nn.Module):
         ropes = {rope: Rope(rope, max_model_len, self.dtypes.activations, device) for rope in self.config.layer_ropes}
         attentions = [module for module in self.modules() if isinstance(module, Attention)]
         for attention, rope in zip(attentions, self.config.layer_ropes, strict=True):
-            attention.settle(ropes[rope])
+            attention.prepare_rotations(ropes[rope])
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.embed_tokens.weight)
@@ -116,7 +116,7 @@ class CausalLM(nn.Module):
         """Whether a forward pass never synchronises with the host. A mixture of experts does."""
         return not any(isinstance(module, SparseMLP) for module in self.modules())
 
-    def fills(self) -> Iterator[Fill]:
+    def fills(self) -> Iterator[ParameterSource]:
         """Yields every parameter with its name in a Transformers 5 model, and its parts by their checkpoint names."""
         for path, module in self.named_modules():
             leaf = path.rpartition(".")[2]
@@ -124,7 +124,7 @@ class CausalLM(nn.Module):
             fills = module.method.fills(module, leaf) if isinstance(module, Linear) else _whole_fills(module, leaf)
             for name, target, parts in fills:
                 published = {self.published_name(parent + part): view for part, view in parts.items()}
-                yield Fill(parent + name, target, published)
+                yield ParameterSource(parent + name, target, published)
 
     def published_name(self, name: str) -> str:
         """The name of a tensor in checkpoints of this family, given the name of our parameter."""
@@ -139,7 +139,7 @@ def _full_name(path: str) -> str:
     return path if path == "lm_head" else f"model.{path}"
 
 
-def _whole_fills(module: nn.Module, name: str) -> Iterator[Fill]:
+def _whole_fills(module: nn.Module, name: str) -> Iterator[ParameterSource]:
     """The sources of a module that is not a Linear: one tensor for each parameter."""
     for key, parameter in module.named_parameters(recurse=False):
-        yield Fill(f"{name}.{key}", parameter, {f"{name}.{key}": parameter})
+        yield ParameterSource(f"{name}.{key}", parameter, {f"{name}.{key}": parameter})

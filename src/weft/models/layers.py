@@ -77,7 +77,7 @@ class Attention(nn.Module):
         self.k_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self._heads: Heads | None = None
 
-    def settle(self, rotation: Rotation) -> None:
+    def prepare_rotations(self, rotation: Rotation) -> None:
         """Stores what backends need to know of this layer. To be called when its weights are loaded."""
         config, index = self.config, self.index
         self._heads = Heads(

@@ -36,7 +36,7 @@ class Dtypes(NamedTuple):
         return names[0] if len(set(names)) == 1 else "-".join(names)
 
 
-class Fill(NamedTuple):
+class ParameterSource(NamedTuple):
     """A parameter and its source: the whole checkpoint tensor `name`, or one checkpoint tensor per view in `parts`."""
 
     name: str
@@ -97,14 +97,16 @@ class LinearMethod(ABC):
     def create(self, layer: Linear) -> None:
         """Gives the layer its parameters, without values. Not called for a tied layer."""
 
-    def fills(self, layer: Linear, name: str) -> Iterator[Fill]:
+    def fills(self, layer: Linear, name: str) -> Iterator[ParameterSource]:
         """Yields the source of every parameter. Names of tensors are relative to the layer's parent.
 
         `name` is the layer's own in a Transformers 5 model, where the matrices of experts have no suffix.
         """
         for key, parameter in layer.named_parameters(recurse=False):
             whole = name if layer.experts is not None and key == "weight" else f"{name}.{key}"
-            yield Fill(whole, parameter, {f"{part}.{key}": view for part, view in layer.views(parameter).items()})
+            yield ParameterSource(
+                whole, parameter, {f"{part}.{key}": view for part, view in layer.views(parameter).items()}
+            )
 
     @abstractmethod
     def finish(self, layer: Linear) -> None:

@@ -48,7 +48,7 @@ def load_model(
         _allocate(model, device)
         for name, target in _sources(model, checkpoint):
             target.copy_(checkpoint.tensor(name))
-    model.settle(max_model_len, device)
+    model.prepare_rotations(max_model_len, device)
     return model
 
 

@@ -14,44 +14,44 @@ TABLE = 5000
 
 
 @pytest.fixture
-def desk(monkeypatch: pytest.MonkeyPatch) -> staging.Desk:
+def staging_buffer(monkeypatch: pytest.MonkeyPatch) -> staging.StagingBuffer:
     if DEVICE.type == "cpu":
         monkeypatch.setattr(staging, "pinned", lambda *size: torch.zeros(size, dtype=torch.int32))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    return staging.Desk(KINDS, torch.zeros((50, TABLE // 50), dtype=torch.int32, device=DEVICE))
+    return staging.StagingBuffer(KINDS, torch.zeros((50, TABLE // 50), dtype=torch.int32, device=DEVICE))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_written_arrives(desk: staging.Desk, seed: int) -> None:
+def test_what_is_written_arrives(staging_buffer: staging.StagingBuffer, seed: int) -> None:
     """Also after steps that were given up, before the device was told to fetch them or behind it."""
     random = np.random.default_rng(seed)
-    expected = [np.repeat(np.array(nobody)[:, None], width, 1) for nobody, width in KINDS]
+    expected = [np.repeat(np.array(padding)[:, None], width, 1) for padding, width in KINDS]
     table = np.zeros(TABLE, np.int64)
     for _ in range(12):
-        desk.open()
+        staging_buffer.open()
         given_up = random.random() < 0.2
         if given_up and random.random() < 0.5:
             continue
         most = 0
-        for board, numbers, (nobody, width) in zip(desk.boards, expected, KINDS, strict=True):
+        for step_table, numbers, (padding, width) in zip(staging_buffer.step_tables, expected, KINDS, strict=True):
             if random.random() < 0.7:
                 padded = int(random.integers(1, width + 1))
-                values = random.integers(0, 1000, (len(nobody), random.integers(0, padded + 1)))
-                board.write(list(values), padded)
-                numbers[:, :padded] = np.array(nobody)[:, None]
+                values = random.integers(0, 1000, (len(padding), random.integers(0, padded + 1)))
+                step_table.write(list(values), padded)
+                numbers[:, :padded] = np.array(padding)[:, None]
                 numbers[:, : values.shape[1]] = values
                 most = max(most, padded)
         places = random.permutation(TABLE)[: random.integers(0, 700)]
         values = random.integers(0, 1000, len(places))
-        if desk.put_news(places, values):
+        if staging_buffer.put_block_updates(places, values):
             table[places] = values
         else:
             assert len(places) > 500
-        desk.fetch(None if random.random() < 0.5 else most)  # a graph's knows nothing of the news
+        staging_buffer.fetch(None if random.random() < 0.5 else most)  # a graph's knows nothing of the updates
         moment: Any = Moment()
         if not given_up:
-            desk.close(moment)
-        for board, numbers in zip(desk.boards, expected, strict=True):
-            assert board.numbers.cpu().numpy().tolist() == numbers.tolist()
-        assert desk.table.cpu().flatten().tolist() == table.tolist()
+            staging_buffer.close(moment)
+        for step_table, numbers in zip(staging_buffer.step_tables, expected, strict=True):
+            assert step_table.numbers.cpu().numpy().tolist() == numbers.tolist()
+        assert staging_buffer.table.cpu().flatten().tolist() == table.tolist()

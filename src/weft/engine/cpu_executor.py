@@ -1,4 +1,4 @@
-"""TorchExecutor: runs batches with plain torch on a CPU, in one forward pass over all rows."""
+"""CpuExecutor: runs batches with plain torch on a CPU, in one forward pass over all rows."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from weft.models import CausalLM
 GRAIN = 16
 
 
-class TorchExecutor:
+class CpuExecutor:
     """Owns all device state: the model, the KV pool, and per slot the block table and the last sampled token.
 
     One worker thread runs the steps in order, so that `submit` returns at once and the next step can be planned.

@@ -1,4 +1,4 @@
-"""Draft: the prefill slices of the step that is being planned, and what else its plan has done so far."""
+"""BatchBuilder: the prefill slices of the step that is being planned, and what else its plan has done so far."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class PromptSlice(NamedTuple):
     tokens: int
 
 
-class Draft:
+class BatchBuilder:
     """The next batch while it is planned. `clear` begins another one.
 
     A request that took a slot stays in `joined` until a batch tells the executor of it.

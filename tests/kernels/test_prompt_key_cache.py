@@ -9,8 +9,8 @@ import torch
 
 from tests.kernels.device import DEVICE
 from weft.kernels.attention import Angles, HeadNorm, Heads
-from weft.kernels.cuda import CudaAttention, Keeping
-from weft.kernels.flashinfer import Kept, Slices
+from weft.kernels.cuda import CudaAttention, PromptKeyTarget
+from weft.kernels.flashinfer import PromptKeyCache, Slices
 from weft.kv.pool import KVPool
 from weft.kv.spec import KVLayout, KVSpec
 
@@ -38,7 +38,7 @@ class Traffic:
         self.kv.fill()
         self.tables = self.random.permutation((SLOTS + 1) * COLUMNS).astype(np.int32).reshape(SLOTS + 1, COLUMNS)
         copy = torch.full((LAYERS, 2, CAPACITY + 1, KV_HEADS, DIM), torch.nan, device=DEVICE)
-        self.kept, self.slot = Kept(copy), torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
+        self.kept, self.slot = PromptKeyCache(copy), torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
         self.read, self.length = [0] * SLOTS, [0] * SLOTS
         self.ways: set[str] = set()
 
@@ -56,7 +56,7 @@ class Traffic:
         is_kept = random.random() < 0.8 and self.kept.take(self._slices(slices[0]))
         self.slot[0] = self.kept.writing
         where: Any = (self.kv, self._tensor(self.tables), *self._tokens(slices), 0, {}, None)
-        attention = CudaAttention(*where, keeping=Keeping(self.kept.copy, self.slot))
+        attention = CudaAttention(*where, key_target=PromptKeyTarget(self.kept.copy, self.slot))
         reads_last = random.random() < 0.3
         for layer in range(LAYERS):
             heads = Heads(layer, HEADS, KV_HEADS, DIM, 1.0, None, rotation, norm, norm)
@@ -76,7 +76,7 @@ class Traffic:
         return Slices(np.array([slot]), np.array([first]), np.array([count]), ends, [self.tables[slot]])
 
     def _tokens(self, slices: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slot and position of each; the last ones are nobody's."""
+        """Slot and position of each; the last ones are padding."""
         padding = [-1] * int(self.random.integers(4))
         slots = [slot for slot, _, count in slices for _ in range(count)] + padding
         positions = [position for _, first, count in slices for position in range(first, first + count)]
