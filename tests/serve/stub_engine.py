@@ -1,7 +1,7 @@
 """An engine process without an engine: it speaks the protocol, and answers each stream with the tokens of its prompt.
 
-`Stubs` runs it in place of Python, as the process that an EngineHandle starts. Each process takes the next script of
-the folder: facts to report, or a reason why it cannot run. What it is sent is written beside it, one line per message.
+`Stubs` runs it in place of Python, as the process that an EngineClient starts. Each process takes the next script of
+the folder: info to report, or a reason why it cannot run. What it is sent is written beside it, one line per message.
 """
 
 import json
@@ -32,7 +32,7 @@ from weft.serve.engines.messages import (
     encode,
 )
 
-FACTS = EngineInfo(
+INFO = EngineInfo(
     max_model_len=100,
     vocab_size=1000,
     block_size=16,
@@ -66,7 +66,7 @@ class Stubs:
         patch.setattr(sys, "executable", str(command))
 
     @property
-    def orders(self) -> EngineProcessConfig:
+    def config(self) -> EngineProcessConfig:
         return EngineProcessConfig("", str(self.folder), (), {"max_queued_requests": 2})
 
     def sent(self, pid: int | None) -> list[str]:
@@ -87,16 +87,16 @@ def taken_script(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
-    Heartbeat(Path(orders.pulse)).start()
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
+    Heartbeat(Path(config.heartbeat_file)).start()
     socket = zmq.Context.instance().socket(zmq.PAIR)
-    socket.connect(orders.address)
-    script = taken_script(Path(orders.path))
+    socket.connect(config.address)
+    script = taken_script(Path(config.path))
     if "fatal" in script:
         socket.send(encode(EngineFailed(script["fatal"])))
     else:
-        socket.send(encode(EngineReady(msgspec.structs.replace(FACTS, **script))))
-    log, poller, running, taken = Path(orders.path) / f"{os.getpid()}.sent", zmq.Poller(), 0, 0
+        socket.send(encode(EngineReady(msgspec.structs.replace(INFO, **script))))
+    log, poller, running, taken = Path(config.path) / f"{os.getpid()}.sent", zmq.Poller(), 0, 0
     poller.register(socket, zmq.POLLIN)
     poller.register(0, zmq.POLLIN)  # end of file: the parent wants this process to end
     while True:

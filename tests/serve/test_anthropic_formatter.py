@@ -19,9 +19,9 @@ def events(data: bytes) -> list[dict[str, Any]]:
 
 def streamed(choice: Choice, pieces: list[ChoiceDelta]) -> list[dict[str, Any]]:
     format = MessagesFormatter("msg_1", "m", 5, None, False)
-    data = format.opening(choice, EXTRAS)
-    data += b"".join(format.piece(choice, piece, {}) for piece in pieces if not piece.is_empty)
-    return events(data + format.closing(EXTRAS))
+    data = format.first_chunk(choice, EXTRAS)
+    data += b"".join(format.chunk(choice, piece, {}) for piece in pieces if not piece.is_empty)
+    return events(data + format.last_chunk(EXTRAS))
 
 
 def blocks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def blocks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_thoughts_text_and_calls_are_blocks() -> None:
     choice, pieces = read(f"<think>Where is it?</think>Let me see. {CALL % 'Rome'}{CALL % 'Oslo'}")
     found = streamed(choice, pieces)
-    whole = MessagesFormatter("msg_1", "m", 5, None, False).whole([choice], EXTRAS)
+    whole = MessagesFormatter("msg_1", "m", 5, None, False).full_response([choice], EXTRAS)
     assert blocks(found) == whole["content"]
     assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
     assert [block["input"] for block in whole["content"][2:]] == [{"city": "Rome"}, {"city": "Oslo"}]
@@ -84,13 +84,13 @@ def test_an_empty_answer_has_no_blocks() -> None:
 def test_a_stop_sequence_is_named_also_where_a_tool_was_called() -> None:
     choice, _ = read(CALL % "Rome")
     choice.stop_reason = "END"
-    body = MessagesFormatter("msg_1", "m", 5, None, False).whole([choice], EXTRAS)
+    body = MessagesFormatter("msg_1", "m", 5, None, False).full_response([choice], EXTRAS)
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
 
 
 def test_errors_within_a_stream() -> None:
     format = MessagesFormatter("msg_1", "m", 5, None, False)
-    (event,) = events(format.error(ApiError(503, "the engine died", code="engine_died").body))
+    (event,) = events(format.error_chunk(ApiError(503, "the engine died", code="engine_died").body))
     assert (event["type"], event["error"]["type"]) == ("error", "overloaded_error")
-    (event,) = events(format.error(ApiError(500, "something", code="internal").body))
+    (event,) = events(format.error_chunk(ApiError(500, "something", code="internal").body))
     assert event["error"]["type"] == "api_error"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weft.errors import RequestError
 from weft.serve.endpoints.background_response import BackgroundResponse, EventLog
-from weft.serve.endpoints.response_generator import CLIENT_DISCONNECTED, ClientDisconnected
+from weft.serve.endpoints.disconnect_watcher import CLIENT_DISCONNECTED, ClientDisconnected
 from weft.serve.endpoints.response_store import ResponseStore, StoredResponse
 from weft.serve.endpoints.stored_responses import ResponsesEndpoints, follow
 from weft.serve.engines.submitted_request import SubmittedRequest
@@ -56,7 +56,7 @@ def followed(log: EventLog, number: int, then: Callable[[], object], during: boo
                 then()
 
         reading = asyncio.create_task(follow(log, number, [], receive, send))
-        while not during and not reading.done() and log._news is None:
+        while not during and not reading.done() and log._changed is None:
             await asyncio.sleep(0)
         if not during:
             then()
@@ -150,17 +150,17 @@ def test_one_that_is_too_large_to_be_stored_says_so() -> None:
     assert "20000 may be stored" in body["error"]["message"]
 
 
-def test_cancelling_before_there_is_a_job() -> None:
-    """As while the call is on its way to the engine."""
+def test_cancelling_before_it_is_submitted() -> None:
+    """As while the request is on its way to the engine."""
 
     async def scenario() -> None:
         running = BackgroundResponse(
             "key", ResponsesFormatter("resp_1", "model", None, ResponsesBody(input="x")), b"[]", False
         )
         running.cancel()
-        job = SubmittedRequest()
-        running.tell(job)
-        (update,) = await asyncio.wait_for(job.news(), 5)
-        assert update.lost == CLIENT_DISCONNECTED
+        submitted = SubmittedRequest()
+        running.attach(submitted)
+        (update,) = await asyncio.wait_for(submitted.updates(), 5)
+        assert update.failure == CLIENT_DISCONNECTED
 
     asyncio.run(scenario())

@@ -96,7 +96,7 @@ def told(ids: list[int], params: SamplingParams, *, thinks: bool = False, last: 
     pieces = [choice.take(SequenceUpdate(0, token, logprobs=TokenLogprobs(token, -1.0, 1, {}))) for token in ids]
     found = None if last is None else TokenLogprobs(last, -1.0, 1, {})
     pieces.append(choice.take(SequenceUpdate(0, last, SequenceEnd(0, last, "stop", None, 0, None), found)))
-    assert [found for piece in pieces for found in piece.of_text] == choice.text_logprobs
+    assert [found for piece in pieces for found in piece.text_logprobs] == choice.text_logprobs
     assert [piece.offset for piece in pieces if piece.logprobs] == choice.offsets
     assert "".join(piece.text for piece in pieces) == choice.text
     names = [TOKENIZER.token_text(found.token) for found in choice.text_logprobs]

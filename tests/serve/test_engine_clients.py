@@ -1,4 +1,4 @@
-"""Handles of engines and the choice between them, with processes that speak the protocol but compute nothing."""
+"""Engine clients and the choice between them, with processes that speak the protocol but compute nothing."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.serve.running import eventually, is_alive
-from tests.serve.stub_engine import FACTS, HOLD, Stubs
+from tests.serve.stub_engine import HOLD, INFO, Stubs
 from weft.engine.engine import Wishes
 from weft.engine.params import SamplingParams
 from weft.errors import QueueFullError, RequestError
@@ -21,7 +21,7 @@ from weft.serve.engines import engine_process
 from weft.serve.engines.engine_client import DIED, EngineClient, EngineHealth
 from weft.serve.engines.engine_connection import EngineLoad
 from weft.serve.engines.engine_pool import EnginePool, LeastLoadedRouter
-from weft.serve.engines.engine_process import DEATHS_WITHIN, MOST_DEATHS, RestartBackoff
+from weft.serve.engines.engine_process import DEATHS_WITHIN, MAX_DEATHS, RestartBackoff
 from weft.serve.engines.submitted_request import EnginePrompt, SubmittedRequest
 
 Scenario = Callable[[EnginePool, Stubs], Coroutine[Any, Any, None]]
@@ -45,7 +45,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
         stubs, log = Stubs(tmp_path, monkeypatch, *scripts), list[str]()
 
         async def whole() -> None:
-            engines = EnginePool(stubs.orders, ServerMetrics("m", names), log.append)
+            engines = EnginePool(stubs.config, ServerMetrics("m", names), log.append)
             assert engines.health is EngineHealth.STARTING
             engines.start()
             try:
@@ -64,57 +64,57 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
 
 def test_one_engine_from_its_start_to_its_restart(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
-        (handle,) = engines.handles
-        assert engines.choose() is handle, "also before it is ready"
-        (update,) = await handle.submit([prompt(1)], 0.0).news()
-        assert update.lost == DIED
+        (client,) = engines.clients
+        assert engines.choose() is client, "also before it is ready"
+        (update,) = await client.submit([prompt(1)], 0.0).updates()
+        assert update.failure == DIED
         await until(lambda: engines.health is EngineHealth.READY)
         assert engines.changed.is_set()
-        assert engines.facts == handle.facts == FACTS
+        assert engines.info == client.info == INFO
         assert engines.load == EngineLoad(free_blocks=10)
-        first = handle.pid
+        first = client.pid
         assert first is not None
-        held, job = handle.submit([prompt(HOLD, n=2)], 0.0), handle.submit([prompt(7)], 0.0)
-        (update,) = await job.news()
+        held, submitted = client.submit([prompt(HOLD, n=2)], 0.0), client.submit([prompt(7)], 0.0)
+        (update,) = await submitted.updates()
         assert (update.token, update.end and update.end.reason) == (7, "stop")
-        assert handle.load == EngineLoad(running=2, free_blocks=10)
-        handle.abort(held, 1)
-        await until(lambda: handle.load.running == 1)
+        assert client.load == EngineLoad(running=2, free_blocks=10)
+        client.abort(held, 1)
+        await until(lambda: client.load.running == 1)
         assert stubs.sent(first) == [f"submit [{HOLD}]", "submit [7]", "abort [1]"]
         os.kill(first, signal.SIGKILL)
-        (update,) = await held.news()
-        assert (update.place, update.lost) == (0, DIED)
-        assert (engines.health, engines.facts, engines.load) == (EngineHealth.STARTING, None, EngineLoad())
+        (update,) = await held.updates()
+        assert (update.choice_index, update.failure) == (0, DIED)
+        assert (engines.health, engines.info, engines.load) == (EngineHealth.STARTING, None, EngineLoad())
         await until(lambda: engines.health is EngineHealth.READY)
-        assert handle.pid != first
-        handle.abort(held)  # as every request does in the end, whichever process runs then
-        (update,) = await handle.submit([prompt(8)], 0.0).news()
+        assert client.pid != first
+        client.abort(held)  # as every request does in the end, whichever process runs then
+        (update,) = await client.submit([prompt(8)], 0.0).updates()
         assert update.token == 8
-        assert stubs.sent(handle.pid) == ["submit [8]"]
+        assert stubs.sent(client.pid) == ["submit [8]"]
 
     assert play(scenario, ("0",), {}, {}) == ["the engine process died; starting another"]
 
 
-def test_a_job_stays_with_the_least_loaded_engine(play: Callable[..., list[str]]) -> None:
+def test_a_request_stays_with_the_least_loaded_engine(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
         await until(lambda: engines.ready == {"0", "1"})
         pids = engines.pids
-        jobs: list[tuple[EngineClient, SubmittedRequest]] = []
+        requests: list[tuple[EngineClient, SubmittedRequest]] = []
         for n in (1, 3, 1, 1):  # what was sent counts before the engine has read it
-            handle = engines.choose([prompt(HOLD, n)])
-            jobs.append((handle, handle.submit([prompt(HOLD, n)], 0.0)))
-        assert [handle.name for handle, _ in jobs] == ["0", "1", "0", "0"]
-        assert engines.load.streams == 6
-        handle, job = jobs[1]
-        handle.abort(job)
+            client = engines.choose([prompt(HOLD, n)])
+            requests.append((client, client.submit([prompt(HOLD, n)], 0.0)))
+        assert [client.name for client, _ in requests] == ["0", "1", "0", "0"]
+        assert engines.load.sequences == 6
+        client, submitted = requests[1]
+        client.abort(submitted)
         await until(lambda: engines.load == EngineLoad(running=3, free_blocks=20))
         assert engines.choose().name == "1"
         engines.reset_cache()
         await until(lambda: all("reset" in stubs.sent(pid) for pid in pids.values()))
         assert stubs.sent(pids["1"]) == [f"submit [{HOLD}]", "abort [0, 1, 2]", "reset"]
-        engines.lose_jobs("over")
+        engines.fail_requests("over")
         for number in (0, 2, 3):
-            assert {update.lost for update in await jobs[number][1].news()} == {"over"}
+            assert {update.failure for update in await requests[number][1].updates()} == {"over"}
 
     assert play(scenario, ("0", "1"), {}, {}) == []
 
@@ -122,13 +122,13 @@ def test_a_job_stays_with_the_least_loaded_engine(play: Callable[..., list[str]]
 def test_one_of_two_engines_dies(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
         await until(lambda: engines.ready == {"0", "1"})
-        first, second = engines.handles
+        first, second = engines.clients
         lost, kept = first.submit([prompt(HOLD)], 0.0), second.submit([prompt(HOLD, n=2)], 0.0)
         assert engines.choose() is first
         assert first.pid is not None
         os.kill(first.pid, signal.SIGKILL)
-        (update,) = await lost.news()
-        assert update.lost == DIED
+        (update,) = await lost.updates()
+        assert update.failure == DIED
         assert (first.health, engines.health) == (EngineHealth.STARTING, EngineHealth.READY)
         assert engines.choose() is second, "though it has more to do"
         assert len(kept.open) == 2
@@ -142,7 +142,7 @@ def test_one_of_two_engines_dies(play: Callable[..., list[str]]) -> None:
 def test_a_stopped_engine_gets_no_requests(play: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
         await until(lambda: engines.ready == {"0", "1"})
-        first, second = engines.handles
+        first, second = engines.clients
         assert first.pid is not None
         os.kill(first.pid, signal.SIGSTOP)
         await until(lambda: (first.health, second.health) == (EngineHealth.SILENT, EngineHealth.READY))
@@ -151,17 +151,17 @@ def test_a_stopped_engine_gets_no_requests(play: Callable[..., list[str]], monke
         os.kill(first.pid, signal.SIGCONT)
         await until(lambda: engines.choose() is first)
 
-    monkeypatch.setattr(engine_process, "LOOK", 0.4)  # seconds between two checks; the stub beats every 0.5
+    monkeypatch.setattr(engine_process, "CHECK_INTERVAL", 0.4)  # seconds between two checks; the stub beats every 0.5
     assert play(scenario, ("0", "1"), {}, {}) == []
 
 
 def test_an_engine_that_differs_is_given_up(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
-        await until(lambda: EngineHealth.FATAL in {handle.health for handle in engines.handles})
-        (good,) = (handle for handle in engines.handles if handle.health is EngineHealth.READY)
+        await until(lambda: EngineHealth.FATAL in {client.health for client in engines.clients})
+        (good,) = (client for client in engines.clients if client.health is EngineHealth.READY)
         assert engines.health is EngineHealth.READY
         assert engines.fatal is None
-        assert engines.facts == good.facts
+        assert engines.info == good.info
         assert [engines.choose() for _ in range(3)] == [good] * 3
         await until(lambda: [pid for pid in engines.pids.values() if pid is not None] == [good.pid])
 
@@ -173,10 +173,10 @@ def test_an_engine_that_differs_is_given_up(play: Callable[..., list[str]]) -> N
 def test_requests_are_checked_against_what_every_engine_can_do(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
         await until(lambda: engines.ready == {"0", "1"})
-        facts = engines.facts
-        assert facts is not None
-        assert (facts.gap_target, facts.min_gap_target, facts.vocab_size) == (0.06, 0.02, 1000)
-        assert facts.max_model_len == 80, "it depends on the memory that an engine finds"
+        info = engines.info
+        assert info is not None
+        assert (info.gap_target, info.min_gap_target, info.vocab_size) == (0.06, 0.02, 1000)
+        assert info.max_model_len == 80, "it depends on the memory that an engine finds"
 
     one = {"gap_target": 0.05, "min_gap_target": 0.02, "max_model_len": 90}
     other = {"gap_target": 0.06, "min_gap_target": 0.01, "max_model_len": 80}
@@ -187,7 +187,7 @@ def test_no_engine_can_be_started(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
         await until(lambda: engines.health is EngineHealth.FATAL)
         assert engines.fatal == "no such model", "said once"
-        assert engines.facts is None
+        assert engines.info is None
         await until(engines.changed.is_set)
 
     log = play(scenario, ("0", "1"), {"fatal": "no such model"}, {"fatal": "no such model"})
@@ -197,7 +197,7 @@ def test_no_engine_can_be_started(play: Callable[..., list[str]]) -> None:
 def test_a_full_queue_is_that_of_the_chosen_engine(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
         await until(lambda: engines.ready == {"0", "1"})
-        first, second = engines.handles
+        first, second = engines.clients
         first.submit([prompt(HOLD, n=6)], 0.0)  # four seats, and two may wait
         with pytest.raises(QueueFullError):
             first.check_queue()
@@ -210,17 +210,17 @@ def test_a_full_queue_is_that_of_the_chosen_engine(play: Callable[..., list[str]
 
 
 def test_the_least_loaded_engine_and_the_first_of_several() -> None:
-    def handle(name: str, *load: int) -> Any:
+    def client(name: str, *load: int) -> Any:
         return SimpleNamespace(name=name, load=EngineLoad(*load))
 
-    handles = [handle("2", 1, 1, 900, 9, 1), handle("1", 3), handle("3", 0, 0, 0, 0, 4)]
-    assert LeastLoadedRouter().choose(handles, ()).name == "1"
-    assert LeastLoadedRouter().choose([*handles, handle("4", 0, 2)], ()).name == "4"
+    clients = [client("2", 1, 1, 900, 9, 1), client("1", 3), client("3", 0, 0, 0, 0, 4)]
+    assert LeastLoadedRouter().choose(clients, ()).name == "1"
+    assert LeastLoadedRouter().choose([*clients, client("4", 0, 2)], ()).name == "4"
 
 
 def test_restarts_are_delayed_and_end() -> None:
     restarts = RestartBackoff()
-    assert [restarts.delay(now) for now in range(MOST_DEATHS)] == [0.0, 0.2, 0.4, 0.8, 1.6]
-    assert restarts.delay(MOST_DEATHS) is None
-    assert len(restarts) == MOST_DEATHS + 1
-    assert restarts.delay(MOST_DEATHS + 1 + DEATHS_WITHIN) == 0.0, "old deaths do not count"
+    assert [restarts.delay(now) for now in range(MAX_DEATHS)] == [0.0, 0.2, 0.4, 0.8, 1.6]
+    assert restarts.delay(MAX_DEATHS) is None
+    assert len(restarts) == MAX_DEATHS + 1
+    assert restarts.delay(MAX_DEATHS + 1 + DEATHS_WITHIN) == 0.0, "old deaths do not count"

@@ -12,7 +12,7 @@ from weft.text.tools import ToolCallDelta
 def events(pieces: list[ChoiceDelta]) -> list[dict[str, Any]]:
     format = ResponsesFormatter("resp_1", "m", None, ResponsesBody(input="a"))
     choice, _ = read(CALL)
-    data = b"".join(format.piece(choice, piece, {}) for piece in pieces)
+    data = b"".join(format.chunk(choice, piece, {}) for piece in pieces)
     return [json.loads(block.split(b"data: ")[1]) for block in data.strip().split(b"\n\n")]
 
 

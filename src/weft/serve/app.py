@@ -21,14 +21,8 @@ from weft.observe.engine_metrics import RequestDone
 from weft.observe.metrics import CONTENT_TYPE, ServerMetrics
 from weft.observe.tracing import RequestSpan, Tracer
 from weft.serve.endpoints.background_response import RunRequest
-from weft.serve.endpoints.response_generator import (
-    Canceller,
-    ClientDisconnected,
-    DisconnectWatcher,
-    ParsedRequest,
-    finite,
-    respond,
-)
+from weft.serve.endpoints.disconnect_watcher import Canceller, ClientDisconnected, DisconnectWatcher
+from weft.serve.endpoints.response_generator import respond
 from weft.serve.endpoints.stored_responses import CreateResponse, ResponsesEndpoints
 from weft.serve.endpoints.token_endpoints import TokenEndpoints
 from weft.serve.engines.engine_client import EngineHealth
@@ -40,13 +34,14 @@ from weft.serve.http.middleware import ApiKeys, ApiMiddleware, BodyReader, RateL
 from weft.serve.http.request_pacer import RequestPacer
 from weft.serve.log_limits import LogRateLimit, UnknownFieldLog
 from weft.serve.options import ServeOptions
-from weft.serve.protocols.anthropic_bodies import MessagesBody, message
+from weft.serve.protocols.anthropic_bodies import MessagesBody, parse_message
 from weft.serve.protocols.embeddings import EmbeddingsBody, PoolingBody, RerankBody, ScoreBody
 from weft.serve.protocols.openai_bodies import ChatBody, CompletionBody, latency_targets
 from weft.serve.protocols.openapi import openapi_document
 from weft.serve.protocols.responses import ResponsesBody
 from weft.serve.protocols.unsupported_fields import HEADER as IGNORED_HEADER
 from weft.serve.protocols.unsupported_fields import NAMES, header_value, unknown_fields
+from weft.serve.requests.parsed_request import ParsedRequest, finite
 from weft.serve.requests.request_parser import RequestContext, RequestParser, new_request_id
 
 B = TypeVar("B")
@@ -61,7 +56,7 @@ class ApiServer:
     options: ServeOptions
     engine_options: EngineOptions
     names: tuple[str, ...]  # of the model; answers carry the first one
-    desk: RequestParser
+    parser: RequestParser
     engines: EnginePool
     metrics: ServerMetrics
     tracer: Tracer | None
@@ -71,7 +66,7 @@ class ApiServer:
     draining: bool = False
     active: int = 0  # running inference requests
     collector: Collector = field(default_factory=Collector)
-    turns: RequestPacer = field(default_factory=RequestPacer)
+    pacer: RequestPacer = field(default_factory=RequestPacer)
     log: LogRateLimit = field(default_factory=LogRateLimit)
     unknown: UnknownFieldLog = field(default_factory=UnknownFieldLog)
     resets: Counter[str] = field(default_factory=Counter)  # number of prefix cache resets, by tenant
@@ -80,7 +75,7 @@ class ApiServer:
     tokens: TokenEndpoints = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stored = ResponsesEndpoints(self.desk, self.log, self.bodies.most, is_on=self.options.response_store)
+        self.stored = ResponsesEndpoints(self.parser, self.log, self.bodies.most, is_on=self.options.response_store)
         self.tokens = TokenEndpoints(self)
 
     def drain(self) -> None:
@@ -101,18 +96,18 @@ class ApiServer:
         async def lifespan(app: Any) -> Any:
             self.engines.start()
             await self._first_engine()
-            preparing = asyncio.create_task(self.desk.checker.prepare())
+            preparing = asyncio.create_task(self.parser.checker.prepare())
             tidying = asyncio.create_task(self.stored.tidy())
             yield
             preparing.cancel()
             tidying.cancel()
             await self.engines.close()
-            self.desk.texts.close()
-            self.desk.checker.close()
+            self.parser.texts.close()
+            self.parser.checker.close()
             if self.tracer is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self.tracer.close)
 
-        # Only the router: Starlette's middleware would turn errors into pages before the Gate sees them.
+        # Only the router: Starlette's middleware would turn errors into pages before ApiMiddleware sees them.
         inner = Router(routes=routes, lifespan=lifespan, redirect_slashes=False)
         return ApiMiddleware(
             inner,
@@ -126,7 +121,7 @@ class ApiServer:
 
     async def _first_engine(self) -> None:
         """Waits for the first engine. No connection is accepted before, so no client waits for the model to load."""
-        while self.engines.facts is None and self.engines.fatal is None and not self.draining:
+        while self.engines.info is None and self.engines.fatal is None and not self.draining:
             await self.engines.changed.wait()
             self.engines.changed.clear()
         self.engines.changed.set()
@@ -168,26 +163,26 @@ class ApiServer:
     # Inference
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, CompletionBody, self.desk.completion)
+        await self._infer(scope, receive, send, CompletionBody, self.parser.completion)
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, ChatBody, self.desk.chat)
+        await self._infer(scope, receive, send, ChatBody, self.parser.chat)
 
     async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
         session = CreateResponse(self.stored, scope["tenant"], receive, send)
         await self._infer(scope, receive, session.send, ResponsesBody, session.check, session.detach)
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, EmbeddingsBody, self.desk.embedding)
+        await self._infer(scope, receive, send, EmbeddingsBody, self.parser.embedding)
 
     async def score(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, ScoreBody, self.desk.embedding)
+        await self._infer(scope, receive, send, ScoreBody, self.parser.embedding)
 
     async def rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, RerankBody, self.desk.embedding)
+        await self._infer(scope, receive, send, RerankBody, self.parser.embedding)
 
     async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, MessagesBody, partial(message, self.desk))
+        await self._infer(scope, receive, send, MessagesBody, partial(parse_message, self.parser))
 
     async def _infer(
         self,
@@ -200,10 +195,10 @@ class ApiServer:
     ) -> None:
         """Handles one inference request from the body to the last byte.
 
-        `detach` takes over a background call, together with its place in the count of active requests.
+        `detach` takes over a background parsed, together with its place in the count of active requests.
         """
         arrival = clock()
-        facts = self.facts()
+        info = self.engine_info()
         if self.draining:
             raise ApiError(
                 503, "the server is shutting down", code="draining", retry_after=self.options.shutdown_timeout
@@ -214,19 +209,19 @@ class ApiServer:
             try:
                 self.engines.choose().check_queue()  # before the body is read
                 data = await self.bodies.read(scope, receive)
-                there = admission.enter_context(closing(DisconnectWatcher(receive)))
-                caller = RequestContext(
+                watcher = admission.enter_context(closing(DisconnectWatcher(receive)))
+                context = RequestContext(
                     tenant, self._salt(tenant), latency_targets(headers), arrival, new_request_id(), len(data)
                 )
-                body, call = await there.during(self._read(data, kind, check, caller, facts))
-                call.headers += request_id_headers(scope)
+                body, parsed = await watcher.during(self._read(data, kind, check, context, info))
+                parsed.headers += request_id_headers(scope)
                 self.metrics.started()
-                work = partial(self._respond, call, body, scope)
-                if call.is_background and detach is not None:
-                    there.close()
-                    await detach(call, work, admission)
+                work = partial(self._respond, parsed, body, scope)
+                if parsed.is_background and detach is not None:
+                    watcher.close()
+                    await detach(parsed, work, admission)
                 else:
-                    await work(there, send)
+                    await work(watcher, send)
             except ClientDisconnected:
                 self.metrics.disconnected()
             except ConnectionResetError:
@@ -248,59 +243,59 @@ class ApiServer:
                     if self.draining:
                         self.quiet.set()
 
-    async def _respond(self, call: ParsedRequest, body: Any, scope: Scope, there: Canceller, send: Send) -> None:
-        exchange = await respond(call, self.engines, self.metrics, there, send)
-        self._trace(exchange.done, call, body, scope)
+    async def _respond(self, parsed: ParsedRequest, body: Any, scope: Scope, watcher: Canceller, send: Send) -> None:
+        generator = await respond(parsed, self.engines, self.metrics, watcher, send)
+        self._trace(generator.done, parsed, body, scope)
 
     async def _read(
         self,
         data: bytes,
         kind: type[B],
         check: Callable[[B, RequestContext, EngineInfo], Coroutine[Any, Any, ParsedRequest]],
-        caller: RequestContext,
-        facts: EngineInfo,
+        context: RequestContext,
+        info: EngineInfo,
     ) -> tuple[B, ParsedRequest]:
-        await self.turns.wait()
+        await self.pacer.wait()
         body, others = await self._parse_all(data, kind)
         self.check_model(body.model)  # type: ignore[attr-defined]
         names = unknown_fields(others) if others else []
-        call = await check(body, caller, facts)
+        parsed = await check(body, context, info)
         if names:
             self.unknown.note(names)
-            call.headers.append((IGNORED_HEADER, header_value(names)))
-        return body, call
+            parsed.headers.append((IGNORED_HEADER, header_value(names)))
+        return body, parsed
 
-    def _trace(self, done: RequestDone | None, call: ParsedRequest, body: Any, scope: Scope) -> None:
+    def _trace(self, done: RequestDone | None, parsed: ParsedRequest, body: Any, scope: Scope) -> None:
         if self.tracer is None or done is None:
             return
         headers = scope["headers_by_name"]
         self.tracer.request(
             RequestSpan(
                 done=done,
-                arrival=call.arrival,
+                arrival=parsed.arrival,
                 operation=_operation(body),
                 model=body.model or self.names[0],
                 response_model=self.names[0],
-                response_id=call.format.id,
+                response_id=parsed.formatter.id,
                 temperature=getattr(body, "temperature", None),  # embeddings have none
                 top_p=getattr(body, "top_p", None),
-                gap_target=finite(call.promise.promised_gap),
-                ttft_target=finite(call.promise.promised_ttft),
+                gap_target=finite(parsed.promise.promised_gap),
+                ttft_target=finite(parsed.promise.promised_ttft),
                 error="engine_error" if done.reason == "error" else None,
                 traceparent=headers.get(b"traceparent", b"").decode("latin-1") or None,
                 tracestate=headers.get(b"tracestate", b"").decode("latin-1") or None,
             )
         )
 
-    def facts(self) -> EngineInfo:
-        """The facts that requests are checked against. Raises if no engine is ready."""
-        health, facts = self.engines.health, self.engines.facts
+    def engine_info(self) -> EngineInfo:
+        """The info that requests are checked against. Raises if no engine is ready."""
+        health, info = self.engines.health, self.engines.info
         if health is EngineHealth.SILENT:
             raise ApiError(503, NO_RESPONSE, code="engine_silent", retry_after=10)
-        if health is not EngineHealth.READY or facts is None:
+        if health is not EngineHealth.READY or info is None:
             message = "the engine is not ready yet: the model is being loaded"
             raise ApiError(503, message, code="engine_starting", retry_after=2)
-        return facts
+        return info
 
     async def _parse(self, data: bytes, kind: type[B]) -> B:
         return (await self._parse_all(data, kind))[0]
@@ -310,7 +305,7 @@ class ApiServer:
         try:
             if len(data) <= QUICK:
                 return parse_all(data, kind, NAMES)
-            return await self.desk.texts.aside(len(data), lambda: parse_all(data, kind, NAMES))
+            return await self.parser.texts.run_in_thread(len(data), lambda: parse_all(data, kind, NAMES))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise of_json(error) from None
 
@@ -335,15 +330,15 @@ class ApiServer:
         await send_json(send, 200, self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        facts = self.engines.facts
+        info = self.engines.info
         return {
             "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "weft",
-            "root": self.engine_options.model or str(self.desk.texts.path),
+            "root": self.engine_options.model or str(self.parser.texts.path),
             "parent": None,
-            "max_model_len": None if facts is None else facts.max_model_len,
+            "max_model_len": None if info is None else info.max_model_len,
         }
 
     def _limited(self, handler: Handler) -> Handler:
@@ -406,7 +401,7 @@ class ApiServer:
         await send_json(send, 200, {"server_load": self.active, **asdict(self.engines.load)})
 
     async def server_info(self, scope: Scope, receive: Receive, send: Send) -> None:
-        facts, pids = self.engines.facts, self.engines.pids
+        info, pids = self.engines.info, self.engines.pids
         processes = {"api": os.getpid(), "engine": next(iter(pids.values()))}
         shown = asdict(self.options)
         shown["api_key"] = len(self.options.api_key)  # the number of keys, never the keys
@@ -416,7 +411,7 @@ class ApiServer:
             {
                 "version": __version__,
                 "model": self.names[0],
-                "engine": None if facts is None else msgspec.to_builtins(facts),
+                "engine": None if info is None else msgspec.to_builtins(info),
                 "engine_options": asdict(self.engine_options),
                 "server_options": shown,
                 "starved_steps": self.metrics.starved_steps,
@@ -426,7 +421,7 @@ class ApiServer:
 
     async def reset_prefix_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Drops the cached prefixes of the calling tenant only. If all tenants share the cache, drops all."""
-        self.facts()
+        self.engine_info()
         tenant = scope["tenant"]
         if self._salt(tenant):
             self.resets[tenant] += 1

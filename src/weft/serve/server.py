@@ -59,7 +59,7 @@ def serve(options: ServeOptions, engine_options: EngineOptions, engines: int = 1
         code = _run(server, listener)
     finally:
         listener.close()
-    if server.desk.texts.is_busy:  # a thread still works for a client that has left: do not wait for it
+    if server.parser.texts.is_busy:  # a thread still works for a client that has left: do not wait for it
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -74,7 +74,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
         _check_template(trial.finding())
     names = options.served_model_name or (engine_options.model or DEFAULT_NAME,)
     template = texts.template.source
-    desk = RequestParser(
+    parser = RequestParser(
         texts=texts,
         defaults=recommended_params(path),
         model=names[0],
@@ -86,7 +86,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
         pooling=_pooling(path),
         fingerprint=_fingerprint(path, engine_options),
         max_logprobs=options.max_logprobs,
-        names_ids=options.return_tokens_as_token_ids,
+        tokens_as_ids=options.return_tokens_as_token_ids,
         includes_usage=options.enable_force_include_usage,
     )
     metrics = ServerMetrics(
@@ -97,13 +97,13 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
     )
     eos = texts.tokenizer.eos_token_id if texts.tokenizer is not None else None
     eos_ids = () if eos is None else (eos,)
-    orders = EngineProcessConfig("", str(path.resolve()), eos_ids, asdict(engine_options), options.record_steps)
+    config = EngineProcessConfig("", str(path.resolve()), eos_ids, asdict(engine_options), options.record_steps)
     return ApiServer(
         options=options,
         engine_options=engine_options,
         names=names,
-        desk=desk,
-        engines=EnginePool(orders, metrics, _say),
+        parser=parser,
+        engines=EnginePool(config, metrics, _say),
         metrics=metrics,
         tracer=Tracer.make(options.otlp_traces_endpoint),
         limits=RateLimits(options.requests_per_minute, options.max_concurrent_requests),
@@ -216,7 +216,7 @@ class _UvicornServer(uvicorn.Server):
     def _signalled(self, number: int) -> None:
         if self._ending is not None:  # second signal
             _say("ending at once")
-            self.server.engines.lose_jobs(SHUT_DOWN)
+            self.server.engines.fail_requests(SHUT_DOWN)
             # Does not wait for busy threads. The engine process ends when this process does.
             asyncio.get_running_loop().call_later(LAST_WORDS, os._exit, 128 + number)
             return
@@ -231,7 +231,7 @@ class _UvicornServer(uvicorn.Server):
         with suppress(TimeoutError):
             await asyncio.wait_for(server.quiet.wait(), timeout)
         if server.active:
-            server.engines.lose_jobs(SHUT_DOWN)
+            server.engines.fail_requests(SHUT_DOWN)
             await asyncio.sleep(LAST_WORDS)
         self.should_exit = True
 
@@ -242,7 +242,7 @@ class _UvicornServer(uvicorn.Server):
         while engines.fatal is None:
             await engines.changed.wait()
             engines.changed.clear()
-            if engines.facts is not None and not said:
+            if engines.info is not None and not said:
                 said = True
                 self.server.collector.freeze()
                 seconds = clock() - started
@@ -259,11 +259,11 @@ class _UvicornServer(uvicorn.Server):
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         scheme = "http" if self.server.options.ssl_certfile is None else "https"
         url, name = f"{scheme}://{shown}:{port}", self.server.names[0]
-        facts = self.server.engines.facts
+        info = self.server.engines.info
         key = " -H 'Authorization: Bearer KEY'" if self.server.options.api_key else ""
         print(f"\nweft serves {name} on {url} (ready after {seconds:.1f} s)")
-        if facts is not None and facts.has_targets:
-            for line in _targets(facts):
+        if info is not None and info.has_targets:
+            for line in _targets(info):
                 print(f"  {line}")
         if shown in ("127.0.0.1", "localhost", "[::1]") and host not in ("0.0.0.0", "::"):
             print("  open to this machine only; --host 0.0.0.0 opens it to the network")
@@ -274,9 +274,9 @@ class _UvicornServer(uvicorn.Server):
         )
 
 
-def _targets(facts: EngineInfo) -> list[str]:
+def _targets(info: EngineInfo) -> list[str]:
     """Lines for the start-up message: targets that are promised, targets that are not, and the calibration quality."""
-    targets = facts.targets
+    targets = info.targets
     said: dict[bool, list[str]] = {True: [], False: []}  # key: whether the target is promised
     if targets.gap < math.inf:
         said[targets.gap_source > Source.DEFAULT].append(f"{targets.gap * 1000:,.4g} ms between tokens")
@@ -289,8 +289,8 @@ def _targets(facts: EngineInfo) -> list[str]:
         lines.append(f"promised: {', '.join(said[True])}{refusal}")
     if said[False]:
         lines.append(f"aims at:  {', '.join(said[False])}; nothing is promised or refused (--ttft-target-ms promises)")
-    if facts.calibration_quality:
-        lines.append(f"measured: {facts.calibration_quality}")
+    if info.calibration_quality:
+        lines.append(f"measured: {info.calibration_quality}")
     return lines
 
 

@@ -8,16 +8,16 @@ from contextlib import ExitStack
 from starlette.types import Message, Send
 
 from weft.errors import RequestError
-from weft.serve.endpoints.response_generator import CLIENT_DISCONNECTED, Canceller, ClientDisconnected
+from weft.serve.endpoints.disconnect_watcher import CLIENT_DISCONNECTED, Canceller, ClientDisconnected
 from weft.serve.endpoints.response_store import StoredResponse
-from weft.serve.engines.submitted_request import SequenceUpdate, SubmittedRequest
+from weft.serve.engines.submitted_request import SubmittedRequest
 from weft.serve.errors import ApiError, of_request
 from weft.serve.protocols.formatter import to_json
 from weft.serve.protocols.responses import ResponsesFormatter
 
 MOST_EVENTS = 2 << 20  # bytes of a stream kept for clients that reconnect: about 10,000 tokens
 MOST_STREAMED = 64  # concurrent background streams: 128 MiB of events
-RunRequest = Callable[[Canceller, Send], Awaitable[object]]  # runs a call to its end
+RunRequest = Callable[[Canceller, Send], Awaitable[object]]  # runs a parsed request to its end
 
 
 class EventLog:
@@ -29,7 +29,7 @@ class EventLog:
         self._most = most
         self._bytes = 0
         self._events: deque[bytes] = deque()
-        self._news: asyncio.Future[None] | None = None
+        self._changed: asyncio.Future[None] | None = None
 
     @classmethod
     def of(cls, events: tuple[bytes, ...], first: int) -> "EventLog":
@@ -62,49 +62,49 @@ class EventLog:
     def events(self) -> tuple[bytes, ...]:
         return tuple(self._events)
 
-    async def news(self) -> None:
+    async def wait(self) -> None:
         """Waits until an event is appended or the stream ends."""
-        if self._news is None:
-            self._news = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._news)  # other clients wait for the same future
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._changed)  # other clients wait for the same future
 
     def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-        self._news = None
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+        self._changed = None
 
 
 class BackgroundResponse:
-    """A background response that has not ended. It is the Watcher of its job: `cancel` acts like a disconnect."""
+    """A background response that has not ended. It is the Canceller of its request: `cancel` acts like a disconnect."""
 
-    def __init__(self, tenant: str, format: ResponsesFormatter, input: bytes, streams: bool) -> None:
-        self.tenant, self.format = tenant, format
+    def __init__(self, tenant: str, formatter: ResponsesFormatter, input: bytes, streams: bool) -> None:
+        self.tenant, self.formatter = tenant, formatter
         self.log = EventLog() if streams else None
         self.is_deleted = False
         self.ended = asyncio.Event()
         self.input = input
         self._body = b""
-        self._job: SubmittedRequest | None = None
+        self._submitted: SubmittedRequest | None = None
         self._is_cancelled = False
         if self.log is not None:
-            self.log.append(format.queued())
+            self.log.append(formatter.queued())
 
-    def tell(self, job: SubmittedRequest) -> None:
-        self._job = job
+    def attach(self, submitted: SubmittedRequest) -> None:
+        self._submitted = submitted
         if self._is_cancelled:
-            job.put(SequenceUpdate(0, None, lost=CLIENT_DISCONNECTED))
+            submitted.fail(CLIENT_DISCONNECTED)
 
     def cancel(self) -> None:
-        """Ends the response when the job reads its updates. `ended` is set after that."""
+        """Ends the response. `ended` is set once the ResponseGenerator has read the cancellation."""
         self._is_cancelled = True
-        if self._job is not None:
-            self._job.put(SequenceUpdate(0, None, lost=CLIENT_DISCONNECTED))
+        if self._submitted is not None:
+            self._submitted.fail(CLIENT_DISCONNECTED)
 
     @property
     def body(self) -> bytes:
         """The current state of the response, as JSON."""
-        begun = self._job is not None and bool(self._job.begins)
-        return to_json(self.format.snapshot("in_progress" if begun else "queued"))
+        begun = self._submitted is not None and bool(self._submitted.first_tokens)
+        return to_json(self.formatter.snapshot("in_progress" if begun else "queued"))
 
     async def run(self, work: RunRequest, admission: ExitStack, failed: Callable[[], None]) -> StoredResponse:
         """Runs the response to its end, which may be an error, and returns the result.
@@ -115,7 +115,7 @@ class BackgroundResponse:
             try:
                 await work(self, self._take)
             except ClientDisconnected:
-                self._take_event(self.format.cancelled())
+                self._take_event(self.formatter.cancelled())
             except RequestError as error:
                 self.fail(of_request(error))
             except ApiError as error:
@@ -127,16 +127,16 @@ class BackgroundResponse:
 
     def fail(self, error: ApiError) -> None:
         self._body = b""
-        self._take_event(self.format.error(error.body))
+        self._take_event(self.formatter.error_chunk(error.body))
 
     @property
     def result(self) -> StoredResponse:
         log = self.log
         return StoredResponse(
-            self.format.id,
-            self.format.final or self._body,
+            self.formatter.id,
+            self.formatter.final or self._body,
             self.input,
-            self.format.output,
+            self.formatter.output,
             is_background=True,
             events=() if log is None else log.events,
             first_event=0 if log is None else log.first,
@@ -149,7 +149,7 @@ class BackgroundResponse:
             self.log.end()
 
     async def _take(self, message: Message) -> None:
-        """The ASGI `send` of the call: keeps events of a stream, or the whole response."""
+        """The ASGI `send` of the request: keeps the events of a stream, or the whole response."""
         data = message.get("body", b"")
         if not data:
             return

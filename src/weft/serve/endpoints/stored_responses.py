@@ -13,13 +13,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from weft.errors import RequestError
 from weft.serve.endpoints.background_response import MOST_STREAMED, BackgroundResponse, EventLog, RunRequest
-from weft.serve.endpoints.response_generator import (
-    JSON_HEADERS,
-    STREAM_HEADERS,
-    ClientDisconnected,
-    DisconnectWatcher,
-    ParsedRequest,
-)
+from weft.serve.endpoints.disconnect_watcher import ClientDisconnected, DisconnectWatcher
+from weft.serve.endpoints.response_generator import JSON_HEADERS, STREAM_HEADERS
 from weft.serve.endpoints.response_store import ResponseStore, StoredResponse
 from weft.serve.engines.messages import EngineInfo
 from weft.serve.errors import ApiError
@@ -29,6 +24,7 @@ from weft.serve.log_limits import LogRateLimit
 from weft.serve.protocols.formatter import to_json
 from weft.serve.protocols.openai_bodies import Json
 from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter
+from weft.serve.requests.parsed_request import ParsedRequest
 from weft.serve.requests.request_parser import RequestContext, RequestParser
 
 TIDY_EVERY = 60.0  # seconds between two removals of expired responses
@@ -48,8 +44,8 @@ class Conversation(NamedTuple):
 class ResponsesEndpoints:
     """The store, the running background responses, and the endpoints for both."""
 
-    def __init__(self, desk: RequestParser, log: LogRateLimit, most_body: int, *, is_on: bool) -> None:
-        self.desk, self.log, self.is_on = desk, log, is_on
+    def __init__(self, parser: RequestParser, log: LogRateLimit, most_body: int, *, is_on: bool) -> None:
+        self.parser, self.log, self.is_on = parser, log, is_on
         self.most_body = most_body  # bytes; limit for a conversation, as if it were sent in one body
         self.store = ResponseStore(time.monotonic)
         self.running: dict[str, BackgroundResponse] = {}
@@ -63,7 +59,7 @@ class ResponsesEndpoints:
 
     # Conversations
 
-    async def continued(self, tenant: str, body: ResponsesBody, size: int, *, keeps: bool) -> Conversation:
+    async def with_history(self, tenant: str, body: ResponsesBody, size: int, *, keeps: bool) -> Conversation:
         """The body, with the conversation of its previous response put before its input."""
         previous = None
         if body.previous_response_id is not None:
@@ -71,7 +67,7 @@ class ResponsesEndpoints:
             size += len(previous.input) + len(previous.output)
         if previous is None and not keeps:
             return Conversation(body, b"", size)
-        return await self.desk.texts.aside(size, lambda: _joined(body, previous, size))
+        return await self.parser.texts.run_in_thread(size, lambda: _joined(body, previous, size))
 
     def _previous(self, tenant: str, id: str) -> StoredResponse:
         self._check_on("previous_response_id")
@@ -95,12 +91,16 @@ class ResponsesEndpoints:
                 "and stream the response"
             )
 
-    async def input_tokens(self, body: ResponsesBody, caller: RequestContext, facts: EngineInfo) -> int:
+    async def input_tokens(self, body: ResponsesBody, context: RequestContext, info: EngineInfo) -> int:
         """Number of prompt tokens. The answer's structure is no part of the prompt, and is not checked."""
         choice = "none" if body.tool_choice == "none" else None
         plain = msgspec.structs.replace(body, text=None, tool_choice=choice, max_output_tokens=None)
-        talk = await self.continued(caller.tenant, plain, caller.size, keeps=False)
-        return sum((await self.desk.response(talk.body, caller._replace(size=talk.size), facts)).prompt_tokens)
+        conversation = await self.with_history(context.tenant, plain, context.size, keeps=False)
+        return sum(
+            (
+                await self.parser.response(conversation.body, context._replace(size=conversation.size), info)
+            ).prompt_tokens
+        )
 
     def check_background(self, body: ResponsesBody) -> None:
         if not body.background:
@@ -123,7 +123,7 @@ class ResponsesEndpoints:
 
     def start(self, running: BackgroundResponse, work: RunRequest, admission: ExitStack) -> None:
         """Starts a background response as a task."""
-        self.running[running.format.id] = running
+        self.running[running.formatter.id] = running
         task = asyncio.create_task(self._run(running, work, admission))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -137,7 +137,7 @@ class ResponsesEndpoints:
                 running.fail(error)
                 self.store.put(running.tenant, replace(running.result, input=b"[]", events=()))
         finally:
-            del self.running[running.format.id]
+            del self.running[running.formatter.id]
             running.close()
 
     # Endpoints
@@ -183,7 +183,7 @@ class ResponsesEndpoints:
         if order not in ("asc", "desc"):
             raise ApiError(400, f"order={order!r:.40} is unknown: choose asc or desc", param="order")
         id, items = scope["path_params"]["id"], found.input
-        listed = await self.desk.texts.aside(len(items), lambda: _listed(id, items, order, after, limit))
+        listed = await self.parser.texts.run_in_thread(len(items), lambda: _listed(id, items, order, after, limit))
         await send_json(send, 200, listed, request_id_headers(scope))
 
     def _find(self, scope: Scope) -> StoredResponse | BackgroundResponse:
@@ -211,39 +211,39 @@ class CreateResponse:
         self._owner, self._tenant = owner, tenant
         self._receive, self._send = receive, send
         self._items = b""
-        self._format: ResponsesFormatter | None = None
+        self._formatter: ResponsesFormatter | None = None
         self._streams = False
 
-    async def check(self, body: ResponsesBody, caller: RequestContext, facts: EngineInfo) -> ParsedRequest:
+    async def check(self, body: ResponsesBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
         owner = self._owner
         owner.check_background(body)
         keeps = owner.is_on and body.store is not False
-        talk = await owner.continued(self._tenant, body, caller.size, keeps=keeps)
-        call = await owner.desk.response(talk.body, caller._replace(size=talk.size), facts)
-        assert isinstance(call.format, ResponsesFormatter)
-        self._format, self._items, self._streams = call.format, talk.items, call.stream
+        conversation = await owner.with_history(self._tenant, body, context.size, keeps=keeps)
+        parsed = await owner.parser.response(conversation.body, context._replace(size=conversation.size), info)
+        assert isinstance(parsed.formatter, ResponsesFormatter)
+        self._formatter, self._items, self._streams = parsed.formatter, conversation.items, parsed.stream
         # From here on only the JSON text of the conversation is kept.
-        call.format.body, body.input = msgspec.structs.replace(talk.body, input=None), None
-        call.format.is_stored = keeps
-        call.format.is_background = call.is_background = bool(body.background)
-        return call
+        parsed.formatter.body, body.input = msgspec.structs.replace(conversation.body, input=None), None
+        parsed.formatter.is_stored = keeps
+        parsed.formatter.is_background = parsed.is_background = bool(body.background)
+        return parsed
 
     async def send(self, message: Message) -> None:
         """Sends to the client. Stores the response before the last bytes: the next request may follow at once."""
-        format = self._format
-        if format is not None and format.is_stored and _is_last(message):
-            body = format.final if self._streams else message["body"]
+        formatter = self._formatter
+        if formatter is not None and formatter.is_stored and _is_last(message):
+            body = formatter.final if self._streams else message["body"]
             if body is not None:  # None: the stream ends with an error
-                self._owner.store.put(self._tenant, StoredResponse(format.id, body, self._items, format.output))
+                self._owner.store.put(self._tenant, StoredResponse(formatter.id, body, self._items, formatter.output))
         await self._send(message)
 
-    async def detach(self, call: ParsedRequest, work: RunRequest, admission: ExitStack) -> None:
+    async def detach(self, parsed: ParsedRequest, work: RunRequest, admission: ExitStack) -> None:
         """Starts the response in the background. Answers at once with its state, or streams its events."""
-        assert self._format is not None
-        self._owner.check_room(len(self._items), call.stream)  # no await until `start`
-        running = BackgroundResponse(self._tenant, self._format, self._items, call.stream)
+        assert self._formatter is not None
+        self._owner.check_room(len(self._items), parsed.stream)  # no await until `start`
+        running = BackgroundResponse(self._tenant, self._formatter, self._items, parsed.stream)
         self._owner.start(running, work, admission.pop_all())
-        headers = [header for header in call.headers if header[0] in KNOWN_AT_ONCE]
+        headers = [header for header in parsed.headers if header[0] in KNOWN_AT_ONCE]
         if running.log is not None:
             await follow(running.log, 0, headers, self._receive, self._send)
         else:
@@ -274,16 +274,16 @@ async def follow(log: EventLog, number: int, headers: list[tuple[bytes, bytes]],
             elif log.ended:
                 break
             else:
-                await log.news()
+                await log.wait()
         await send({"type": "http.response.body", "body": b""})
 
-    there = DisconnectWatcher(receive)
+    watcher = DisconnectWatcher(receive)
     try:
-        await there.during(work(number))
+        await watcher.during(work(number))
     except ClientDisconnected:
         pass
     finally:
-        there.close()
+        watcher.close()
 
 
 def _is_last(message: Message) -> bool:

@@ -22,7 +22,7 @@ class TokenEndpoints:
     """Handlers of the token endpoints. All but tokenizer_info count towards the limits of the API key."""
 
     def __init__(self, server: "ApiServer") -> None:
-        self.server, self.desk = server, server.desk
+        self.server, self.parser = server, server.parser
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.server.counted(scope["tenant"]):
@@ -35,16 +35,16 @@ class TokenEndpoints:
             if (body.prompt is None) == (body.messages is None):
                 raise RequestError('prompt: give either "prompt" or "messages"')
             if body.prompt is not None:
-                ids = await self.desk.texts.encode(body.prompt, body.add_special_tokens is not False)
+                ids = await self.parser.texts.encode(body.prompt, body.add_special_tokens is not False)
             else:
-                ids = await self.desk.chat_ids(body, size)
-            tokenizer = self.desk.texts.needed()
+                ids = await self.parser.chat_token_ids(body, size)
+            tokenizer = self.parser.texts.require_tokenizer()
         except RequestError as error:
             raise of_request(error) from None
-        facts = self.server.engines.facts
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": facts and facts.max_model_len, "tokens": ids}
+        info = self.server.engines.info
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": info and info.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            found["token_strs"] = await self.desk.texts.aside(
+            found["token_strs"] = await self.parser.texts.run_in_thread(
                 len(ids), lambda: [tokenizer.token_piece(token) for token in ids]
             )
         await send_json(send, 200, found)
@@ -54,27 +54,27 @@ class TokenEndpoints:
             body, size = await self.server.body(scope, receive, CountTokensBody)
             self.server.check_model(body.model)
             try:
-                found = await count_tokens(self.desk, body, size)
+                found = await count_tokens(self.parser, body, size)
             except RequestError as error:
                 raise of_request(error) from None
             await send_json(send, 200, {"input_tokens": found}, request_id_headers(scope))
 
     async def render_chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers with the prompt of a chat, as text and as token ids."""
-        facts = self.server.facts()
+        info = self.server.engine_info()
         with self.server.counted(scope["tenant"]):
             body, size = await self.server.body(scope, receive, ChatBody)
             self.server.check_model(body.model)
             try:
-                text, ids = await self.desk.rendered(body, size, facts)
+                text, ids = await self.parser.render_chat(body, size, info)
             except RequestError as error:
                 raise of_request(error) from None
-        shown = {"prompt": text, "prompt_token_ids": ids, "count": len(ids), "max_model_len": facts.max_model_len}
+        shown = {"prompt": text, "prompt_token_ids": ids, "count": len(ids), "max_model_len": info.max_model_len}
         await send_json(send, 200, shown)
 
     async def tokenizer_info(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers with the model's tokenizer_config.json and the chat template in use."""
-        await send_json(send, 200, await self.desk.texts.info())
+        await send_json(send, 200, await self.parser.texts.info())
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.server.counted(scope["tenant"]):
@@ -83,12 +83,12 @@ class TokenEndpoints:
     async def _detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, size = await self.server.body(scope, receive, DetokenizeBody)
         self.server.check_model(body.model)
-        facts = self.server.engines.facts
+        info = self.server.engines.info
         try:
-            tokenizer = self.desk.texts.needed()
+            tokenizer = self.parser.texts.require_tokenizer()
             # The model's vocabulary may be larger than the tokenizer's: such ids have no text, but may be sampled.
-            most = max(tokenizer.vocab_size, 0 if facts is None else facts.vocab_size)
-            text = await self.desk.texts.aside(size, lambda: _decoded(tokenizer, body.tokens, most))
+            most = max(tokenizer.vocab_size, 0 if info is None else info.vocab_size)
+            text = await self.parser.texts.run_in_thread(size, lambda: _decoded(tokenizer, body.tokens, most))
         except RequestError as error:
             raise of_request(error) from None
         await send_json(send, 200, {"prompt": text})
@@ -97,12 +97,12 @@ class TokenEndpoints:
         """Answers with the number of prompt tokens of a /v1/responses body."""
         tenant = scope["tenant"]
         with self.server.counted(tenant):
-            facts = self.server.facts()
+            info = self.server.engine_info()
             body, size = await self.server.body(scope, receive, ResponsesBody)
             self.server.check_model(body.model)
-            caller = RequestContext(tenant, "", LatencyTargets(None, None), clock(), new_request_id(), size)
+            context = RequestContext(tenant, "", LatencyTargets(None, None), clock(), new_request_id(), size)
             try:
-                count = await self.server.stored.input_tokens(body, caller, facts)
+                count = await self.server.stored.input_tokens(body, context, info)
             except RequestError as error:
                 raise of_request(error) from None
         await send_json(send, 200, {"object": "response.input_tokens", "input_tokens": count})

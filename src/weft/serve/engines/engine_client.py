@@ -1,4 +1,4 @@
-"""EngineHandle: one engine of the server. It keeps a process running, and passes jobs to it."""
+"""EngineClient: one engine of the server. It keeps a process running, and submits requests to it."""
 
 import asyncio
 import contextlib
@@ -41,22 +41,22 @@ class EngineCallbacks:
 class EngineClient:
     """Keeps one engine process running, at most one at a time. All methods run on the event loop."""
 
-    def __init__(self, name: str, orders: EngineProcessConfig, events: EngineCallbacks) -> None:
+    def __init__(self, name: str, config: EngineProcessConfig, events: EngineCallbacks) -> None:
         self.name = name  # the value of the label "engine" of its metrics
         self.fatal: str | None = None  # why no process will be started again; None: one may be
-        self._orders, self._events = orders, events
+        self._config, self._events = config, events
         self._restarts = RestartBackoff()
         self._process: EngineProcess | None = None
         self._connection: EngineConnection | None = None
-        self._is_ending = False  # the process has exited, or will be made to; its jobs do not know yet
+        self._is_ending = False  # the process has exited, or will be killed; its requests have not failed yet
         self._was_ready = False  # whether any process was ever ready
         self._closing = False
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def facts(self) -> EngineInfo | None:
+    def info(self) -> EngineInfo | None:
         """Of the process that is ready. None: no process is ready."""
-        return None if self._connection is None or self._is_ending else self._connection.facts
+        return None if self._connection is None or self._is_ending else self._connection.info
 
     @property
     def load(self) -> EngineLoad:
@@ -68,7 +68,7 @@ class EngineClient:
 
     @property
     def health(self) -> EngineHealth:
-        if self.facts is None:
+        if self.info is None:
             return EngineHealth.STARTING if self.fatal is None else EngineHealth.FATAL
         return EngineHealth.SILENT if self._process is not None and self._process.is_silent else EngineHealth.READY
 
@@ -83,43 +83,43 @@ class EngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    # Jobs
+    # Requests
 
-    def check_queue(self, streams: int = 1) -> None:
-        """Raises QueueFullError if the queue has no room for `streams` more. Streams sent but not yet read count too.
+    def check_queue(self, sequences: int = 1) -> None:
+        """Raises QueueFullError if the queue has no room for `sequences` more. Unread messages count too.
 
         Raises RequestError if that many would not fit even into an idle engine.
         """
-        most, facts = self._orders.options["max_queued_requests"], self.facts
-        if most is None or facts is None:
+        most, info = self._config.options["max_queued_requests"], self.info
+        if most is None or info is None:
             return
-        seats, load = facts.max_num_seqs, self.load
-        if streams > most + seats:
+        slots, load = info.max_num_seqs, self.load
+        if sequences > most + slots:
             raise RequestError(
-                f"prompt: {streams} completions are asked for, but at most {seats} run (--max-num-seqs) and {most} "
+                f"prompt: {sequences} completions are asked for, but at most {slots} run (--max-num-seqs) and {most} "
                 "wait (--max-queued-requests): send fewer prompts at once, or lower n"
             )
-        waiting = load.waiting + load.sent - (seats - load.running)  # negative: free running slots
-        if waiting + streams > most:
+        waiting = load.waiting + load.sent - (slots - load.running)  # negative: free running slots
+        if waiting + sequences > most:
             raise QueueFullError(
                 f"{max(0, waiting)} requests wait already, and {most} may (--max-queued-requests): try again later"
             )
 
     def submit(self, prompts: Sequence[EnginePrompt], arrival: float) -> SubmittedRequest:
-        """Sends prompts as one job. Its streams are ordered by prompt: all n of the first, all n of the second, ..."""
-        if self._connection is None or self.facts is None:  # the engine died while the request was read
-            return SubmittedRequest.lost(DIED)
+        """Sends the prompts of one request. Sequences are ordered by prompt: all n of the first, then of the second."""
+        if self._connection is None or self.info is None:  # the engine died while the request was read
+            return SubmittedRequest.failed(DIED)
         return self._connection.submit(prompts, arrival)
 
-    def abort(self, job: SubmittedRequest, index: int | None = None) -> None:
-        """Ends one stream of a job, or all open ones. The job gets no further updates of them."""
-        if self._connection is not None:  # else the job was lost with it
-            self._connection.abort(job, index)
+    def abort(self, submitted: SubmittedRequest, index: int | None = None) -> None:
+        """Ends one sequence of a request, or all open ones. No further updates of them arrive."""
+        if self._connection is not None:  # else the request has failed with it
+            self._connection.abort(submitted, index)
 
-    def lose_jobs(self, reason: str) -> None:
-        """Ends all jobs with an error."""
+    def fail_requests(self, reason: str) -> None:
+        """Ends all requests with an error."""
         if self._connection is not None:
-            self._connection.lose_jobs(reason)
+            self._connection.fail_requests(reason)
 
     def reset_cache(self) -> None:
         if self._connection is not None:
@@ -138,7 +138,7 @@ class EngineClient:
                 if not self._was_ready:
                     self.fatal = reason
             self._events.on_death()
-            self.lose_jobs(self.fatal or reason)
+            self.fail_requests(self.fatal or reason)
             self._process = self._connection = None
             if self.fatal is not None or self._closing:
                 break
@@ -159,7 +159,7 @@ class EngineClient:
             folder = stack.enter_context(contextlib.closing(EngineFolder()))
             connection = EngineConnection(folder.address, self._ready, self._events.on_step)
             stack.enter_context(contextlib.closing(connection))
-            process = await EngineProcess.start(self._orders, folder)
+            process = await EngineProcess.start(self._config, folder)
             self._process, self._connection, self._is_ending = process, connection, False
             reading = asyncio.create_task(connection.read())
             ended = asyncio.create_task(process.ended())
@@ -179,7 +179,7 @@ class EngineClient:
                 await process.end()
         return None
 
-    def _ready(self, facts: EngineInfo) -> str | None:
-        reason = self._events.on_ready(facts)
+    def _ready(self, info: EngineInfo) -> str | None:
+        reason = self._events.on_ready(info)
         self._was_ready = self._was_ready or reason is None
         return reason

@@ -34,7 +34,7 @@ class EngineFolder:
                 "point TMPDIR to a folder with a shorter path"
             )
         self.address = f"ipc://{socket}"
-        self.pulse = self.path / "pulse"
+        self.heartbeat_file = self.path / "heartbeat"
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

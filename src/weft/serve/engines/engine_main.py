@@ -63,36 +63,32 @@ LINGER = 1000  # milliseconds that closing the socket may take to send the last 
 
 
 def main() -> int:
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # the API process handles these signals and decides what to do
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the API process handles them
         signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line:
         return 1
-    orders = msgspec.json.decode(line, type=EngineProcessConfig)
+    config = msgspec.json.decode(line, type=EngineProcessConfig)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    pulse = Heartbeat(Path(orders.pulse))
-    pulse.start()
+    heartbeat = Heartbeat(Path(config.heartbeat_file))
+    heartbeat.start()
     sys.setswitchinterval(SWITCH)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.setsockopt(zmq.LINGER, LINGER)
     socket.set_hwm(0)
-    socket.connect(orders.address)
+    socket.connect(config.address)
     try:
-        log = None if orders.record_steps is None else StepLog(Path(orders.record_steps))
-        options = EngineOptions.of(**orders.options)
-        engine = build_engine(options, Path(orders.path), orders.eos_ids, is_served=True)
+        log = None if config.record_steps is None else StepLog(Path(config.record_steps))
+        options = EngineOptions.of(**config.options)
+        engine = build_engine(options, Path(config.path), config.eos_ids, is_served=True)
     except (WeftError, OSError) as error:
         socket.send(encode(EngineFailed(" ".join(str(error).split()))))
         socket.close()
         return 2
     collector = Collector()
     collector.freeze()
-    socket.send(encode(EngineReady(engine_info_of(engine, orders.options))))
-    EngineServer(engine, socket, collector, pulse, log).run()
+    socket.send(encode(EngineReady(engine_info_of(engine, config.options))))
+    EngineServer(engine, socket, collector, heartbeat, log).run()
     return 1
 
 
@@ -134,13 +130,13 @@ class EngineServer:
         engine: Engine,
         socket: "zmq.Socket[bytes]",
         collector: Collector,
-        pulse: Heartbeat,
+        heartbeat: Heartbeat,
         log: StepLog | None = None,
     ) -> None:
-        self.collector, self.pulse, self.log = collector, pulse, log
+        self.collector, self.heartbeat, self.log = collector, heartbeat, log
         self.errors = LogRateLimit()
         self.engine, self.loop, self.socket = engine, engine.loop, socket
-        self.loop.on_record = self._note
+        self.loop.on_record = self._keep_record
         self._streams: dict[int, Stream] = {}
         self._keys: dict[Stream, int] = {}
         self._opening: dict[AddRequest, Future[list[Stream]]] = {}  # prompts that another thread is preparing
@@ -154,15 +150,15 @@ class EngineServer:
     def run(self) -> None:
         """Runs until MOST_FAILURES steps in a row have failed. `_end_with_parent` exits when the API process ends."""
         while self._failures < MOST_FAILURES:
-            self.pulse.turn(busy=self.loop.has_work)
+            self.heartbeat.count_iteration(busy=self.loop.has_work)
             if not self.loop.has_work and not self._opening:
                 self.collector.idle()
             self._receive(0 if self.loop.has_work else SOON if self._opening else IDLE)
-            for job in [job for job, opening in self._opening.items() if opening.done()]:
-                self._add(job, self._opening.pop(job).result)
+            for message in [message for message, opening in self._opening.items() if opening.done()]:
+                self._add(message, self._opening.pop(message).result)
             if self.loop.has_work:
-                self.pulse.turn(busy=True)
-                self._turn()
+                self.heartbeat.count_iteration(busy=True)
+                self._run_step()
 
     def _receive(self, patience: int) -> None:
         """Reads and handles pending messages. Waits up to `patience` milliseconds for the first one.
@@ -172,22 +168,24 @@ class EngineServer:
         """
         began, most = None, max(LEAST_INTAKE, INTAKE_SHARE * self.loop.last_seconds)
         while self.socket.poll(patience):
-            self._obey(decode_for_engine(self.socket.recv()))
+            self._handle(decode_for_engine(self.socket.recv()))
             patience = 0
             now = self.loop.clock()
             began = now if began is None else began
             if now - began > most and self.loop.has_work:
                 return
 
-    def _obey(self, message: ToEngine) -> None:
+    def _handle(self, message: ToEngine) -> None:
         match message:
             case AddRequest():
                 self._open(message)
             case AbortSequences(keys):
-                gone = [job for job in self._opening if job.key in keys]  # with all n streams: none has started
-                for job in gone:
-                    self._opening.pop(job).cancel()
-                    self._taken += job.params.n
+                aborted = [
+                    added for added in self._opening if added.key in keys
+                ]  # with all n streams: none has started
+                for added in aborted:
+                    self._opening.pop(added).cancel()
+                    self._taken += added.params.n
                 for key in keys:
                     if (stream := self._streams.pop(key, None)) is not None:
                         del self._keys[stream]
@@ -197,26 +195,26 @@ class EngineServer:
             case ResetPrefixCache():
                 self.loop.scheduler.kv.clear_cache()
 
-    def _open(self, job: AddRequest) -> None:
+    def _open(self, message: AddRequest) -> None:
         """Opens a prompt's streams. Long prompts and grammars are prepared in other threads, so that no step waits."""
-        prompt: Any = np.frombuffer(job.prompt, np.int32)
+        prompt: Any = np.frombuffer(message.prompt, np.int32)
 
         def work() -> list[Stream]:
-            return self.engine.open_streams(prompt, job.params, wishes=job.wishes, salt=job.salt)
+            return self.engine.open_streams(prompt, message.params, wishes=message.wishes, salt=message.salt)
 
-        if job.params.structured_outputs is not None:
-            self._opening[job] = self._compiling.submit(work)
+        if message.params.structured_outputs is not None:
+            self._opening[message] = self._compiling.submit(work)
         elif len(prompt) > SHORT:
-            self._opening[job] = self._hashing.submit(work)
+            self._opening[message] = self._hashing.submit(work)
         else:
-            self._add(job, work)
+            self._add(message, work)
 
-    def _add(self, job: AddRequest, opened: Callable[[], list[Stream]]) -> None:
-        self._taken += job.params.n
+    def _add(self, message: AddRequest, opened: Callable[[], list[Stream]]) -> None:
+        self._taken += message.params.n
         taken: list[Stream] = []
         try:
             for stream in opened():
-                stream.request.arrival = job.arrival
+                stream.request.arrival = message.arrival
                 self.loop.add(stream)
                 taken.append(stream)
         except Exception as error:  # an error in one request must not end other requests
@@ -226,13 +224,13 @@ class EngineServer:
             if not isinstance(error, RequestError):
                 self.errors.write(traceback.format_exc())
                 kind = "error"
-            self.socket.send(encode(RequestRejected(job.key, kind, str(error))))
+            self.socket.send(encode(RequestRejected(message.key, kind, str(error))))
             return
-        for key, stream in enumerate(taken, start=job.key):
+        for key, stream in enumerate(taken, start=message.key):
             self._streams[key] = stream
             self._keys[stream] = key
 
-    def _turn(self) -> None:
+    def _run_step(self) -> None:
         try:
             events = self.loop.step()
         except Exception as error:
@@ -259,53 +257,53 @@ class EngineServer:
     def _send(self, events: list[TokenEvent]) -> None:
         keys: list[int] = []
         tokens: list[int] = []
-        step = self._step()
+        step = self._last_step()
         if step is None and not self.loop.has_work:
-            step = self._idle()  # all were refused: no step follows that reports the empty queue
-        news = StepOutputs(keys, tokens, [], [], {}, [], step)
+            step = self._idle_step()  # all were refused: no step follows that reports the empty queue
+        outputs = StepOutputs(keys, tokens, [], [], {}, [], step)
         key_of = self._keys
         for stream, token, reason, logprobs, prompt_logprobs, first, embedding in events:
             key = key_of.get(stream)
             if key is None:
                 continue  # aborted in the meantime
             if len(stream.output) == 1 and token is not None:
-                news.begins.append(_begin(key, stream))
+                outputs.first_tokens.append(_first_token(key, stream))
             if logprobs is not None:
-                news.logprobs[key] = logprobs
+                outputs.logprobs[key] = logprobs
             if embedding is not None:
-                news.embeddings[key] = embedding.tobytes()
+                outputs.embeddings[key] = embedding.tobytes()
             if prompt_logprobs is not None:
-                news.prompt_logprobs.append(PromptLogprobs(key, first + 1, prompt_logprobs))
+                outputs.prompt_logprobs.append(PromptLogprobs(key, first + 1, prompt_logprobs))
             elif reason is not None:
-                news.ends.append(_end(key, stream, token, reason))
+                outputs.ends.append(_end(key, stream, token, reason))
                 del self._streams[key], key_of[stream]
             elif token is not None:
                 keys.append(key)
                 tokens.append(token)
-        self.socket.send(encode(news))
+        self.socket.send(encode(outputs))
 
     def _send_idle(self) -> None:
-        self.socket.send(encode(StepOutputs([], [], [], [], {}, [], self._idle())))
+        self.socket.send(encode(StepOutputs([], [], [], [], {}, [], self._idle_step())))
 
-    def _idle(self) -> EngineStep:
+    def _idle_step(self) -> EngineStep:
         """The current counters as a step without tokens, for when nothing runs."""
         now, scheduler = self.loop.clock(), self.loop.scheduler
         waiting, free = scheduler.num_waiting, scheduler.kv.pool.num_free
         return EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, waiting, 0, free, taken=self._taken)
 
-    def _note(self, record: StepRecord) -> None:
+    def _keep_record(self, record: StepRecord) -> None:
         self._record = record
         if self.log is not None:
             self.log.write(record)
 
-    def _step(self) -> EngineStep | None:
+    def _last_step(self) -> EngineStep | None:
         record, self._record = self._record, None
         if record is None:
             return None
         return EngineStep.of(record, self.loop.scheduler.queued_tokens, self._taken)
 
 
-def _begin(key: int, stream: Stream) -> FirstToken:
+def _first_token(key: int, stream: Stream) -> FirstToken:
     request = stream.request
     started, first = request.started or 0.0, request.first_token or 0.0
     predicted, is_promised = _finite(request.predicted_ttft), request.ttft_target < math.inf

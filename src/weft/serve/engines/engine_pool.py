@@ -1,4 +1,4 @@
-"""Engines: all engines of a server. The one place where an engine is chosen for a request."""
+"""EnginePool: all engines of a server. It chooses an engine for each request."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,13 @@ from weft.serve.engines.engine_folder import remove_stale_folders
 from weft.serve.engines.messages import EngineInfo, EngineProcessConfig
 from weft.serve.engines.submitted_request import EnginePrompt
 
-# Facts that a request is checked against before an engine is chosen for it: all engines must have the same. Others are
-# measured (gap_target, min_gap_target), or depend on the memory that an engine found (num_blocks, max_model_len).
+# Fields of EngineInfo that must be equal for all engines, because a request is checked before its engine is chosen.
+# The other fields are measured (gap_target, min_gap_target) or depend on free memory (num_blocks, max_model_len).
 COMMON = (
     *("vocab_size", "hidden_size", "block_size", "max_num_seqs", "policy", "enable_prefix_caching", "block_space"),
     *("gap_source", "ttft_target", "ttft_target_per_1k", "ttft_source"),
 )
-STARVED_STEPS = 64  # after so many the operator is warned once that the gap target leaves prefills hardly any time
+STARVED_STEPS = 64  # after this number, one warning: the gap target leaves hardly any time for prefills
 STARVED = (
     "the promised gap leaves prompts less than a quarter of the pace that --policy chunked would give them; "
     "raise --gap-target-ms, or leave it out (weft_starved_steps_total counts on)"
@@ -33,50 +33,50 @@ STARVED = (
 class EngineRouter(Protocol):
     """Chooses an engine for each request."""
 
-    def choose(self, handles: Sequence[EngineClient], prompts: Sequence[EnginePrompt]) -> EngineClient:
-        """One of the handles, which are at least one. `prompts` is empty if the body has not been read yet."""
+    def choose(self, clients: Sequence[EngineClient], prompts: Sequence[EnginePrompt]) -> EngineClient:
+        """One of the clients; there is at least one. `prompts` is empty if the body has not been read yet."""
         ...
 
 
 class SingleEngineRouter:
     """The router of a server with one engine."""
 
-    def choose(self, handles: Sequence[EngineClient], prompts: Sequence[EnginePrompt]) -> EngineClient:
-        return handles[0]
+    def choose(self, clients: Sequence[EngineClient], prompts: Sequence[EnginePrompt]) -> EngineClient:
+        return clients[0]
 
 
 class LeastLoadedRouter:
-    """Chooses the engine with the fewest streams, running, waiting or just sent; of several the first by name."""
+    """Chooses the engine with the fewest sequences, running, waiting or just sent; the first by name of several."""
 
-    def choose(self, handles: Sequence[EngineClient], prompts: Sequence[EnginePrompt]) -> EngineClient:
-        return min(handles, key=lambda handle: (handle.load.streams, handle.name))
+    def choose(self, clients: Sequence[EngineClient], prompts: Sequence[EnginePrompt]) -> EngineClient:
+        return min(clients, key=lambda client: (client.load.sequences, client.name))
 
 
 class EnginePool:
-    """Owns the handles. One engine is enough for the server to be ready; it has failed when all are given up."""
+    """Owns the engine clients. The server is ready if one engine is. It fails when all engines are given up."""
 
     def __init__(
         self,
-        orders: EngineProcessConfig,
+        config: EngineProcessConfig,
         metrics: ServerMetrics,
         log: Callable[[str], None],
         router: EngineRouter | None = None,
     ) -> None:
-        """One engine for each one in `metrics`, all with the same orders."""
+        """Creates one engine for each one in `metrics`, all with the same config."""
         self.changed = asyncio.Event()  # set when an engine becomes ready, or is given up
         self._metrics, self._log = metrics, log
         self._first: tuple[str, EngineInfo] | None = None  # the first engine that was ready; all must be like it
         several = len(metrics.engines) > 1
         self._router = router or (LeastLoadedRouter() if several else SingleEngineRouter())
-        self.handles = tuple(
-            self._new_handle(name, engine, orders, several=several) for name, engine in metrics.engines.items()
+        self.clients = tuple(
+            self._new_client(name, engine, config, several=several) for name, engine in metrics.engines.items()
         )
 
-    def _new_handle(
-        self, name: str, metrics: EngineMetrics, orders: EngineProcessConfig, *, several: bool
+    def _new_client(
+        self, name: str, metrics: EngineMetrics, config: EngineProcessConfig, *, several: bool
     ) -> EngineClient:
-        if several and orders.record_steps is not None:  # processes must not write to the same file
-            orders = msgspec.structs.replace(orders, record_steps=f"{orders.record_steps}.{name}")
+        if several and config.record_steps is not None:  # processes must not write to the same file
+            config = msgspec.structs.replace(config, record_steps=f"{config.record_steps}.{name}")
         events = EngineCallbacks(
             on_step=partial(self._step, metrics),
             on_ready=partial(self._ready, name, metrics),
@@ -84,34 +84,34 @@ class EnginePool:
             on_given_up=partial(self._given_up, name),
             on_log=(lambda line: self._log(f"engine {name}: {line}")) if several else self._log,
         )
-        return EngineClient(name, orders, events)
+        return EngineClient(name, config, events)
 
     @property
-    def facts(self) -> EngineInfo | None:
-        """Of the engines that are ready, to check requests against; None: no engine is ready."""
-        known = [facts for handle in self.handles if (facts := handle.facts) is not None]
+    def info(self) -> EngineInfo | None:
+        """What all ready engines have in common, to check requests against. None: no engine is ready."""
+        known = [info for client in self.clients if (info := client.info) is not None]
         if len(known) < 2:
             return known[0] if known else None
-        gaps = [facts.gap_target for facts in known if facts.gap_target is not None]
-        # What every engine can serve, and can promise.
+        gaps = [info.gap_target for info in known if info.gap_target is not None]
+        # The limits that every engine can serve, and can promise.
         return msgspec.structs.replace(
             known[0],
-            max_model_len=min(facts.max_model_len for facts in known),
+            max_model_len=min(info.max_model_len for info in known),
             gap_target=max(gaps, default=None),
-            min_gap_target=max(facts.min_gap_target for facts in known),
+            min_gap_target=max(info.min_gap_target for info in known),
         )
 
     @property
     def health(self) -> EngineHealth:
-        """Of the best engine."""
-        found = {handle.health for handle in self.handles}
+        """The health of the best engine."""
+        found = {client.health for client in self.clients}
         return next(health for health in EngineHealth if health in found)
 
     @property
     def fatal(self) -> str | None:
         """Why no engine will be started again; None: one runs, or may be started."""
-        reasons = [(handle.name, handle.fatal) for handle in self.handles if handle.fatal is not None]
-        if len(reasons) < len(self.handles):
+        reasons = [(client.name, client.fatal) for client in self.clients if client.fatal is not None]
+        if len(reasons) < len(self.clients):
             return None
         if len({reason for _, reason in reasons}) == 1:
             return reasons[0][1]
@@ -120,67 +120,67 @@ class EnginePool:
     @property
     def load(self) -> EngineLoad:
         """The sum over all engines."""
-        loads = [handle.load for handle in self.handles]
+        loads = [client.load for client in self.clients]
         return EngineLoad(*(sum(getattr(load, field.name) for load in loads) for field in fields(EngineLoad)))
 
     @property
     def ready(self) -> frozenset[str]:
         """The names of the engines that are ready."""
-        return frozenset(handle.name for handle in self.handles if handle.health is EngineHealth.READY)
+        return frozenset(client.name for client in self.clients if client.health is EngineHealth.READY)
 
     @property
     def pids(self) -> dict[str, int | None]:
         """The process ids of the engines, by name."""
-        return {handle.name: handle.pid for handle in self.handles}
+        return {client.name: client.pid for client in self.clients}
 
     def start(self) -> None:
         with contextlib.suppress(OSError):
             remove_stale_folders()
-        for handle in self.handles:
-            handle.start()
+        for client in self.clients:
+            client.start()
 
     async def close(self) -> None:
         """Ends all engine processes. Requests that still run are lost."""
-        await asyncio.gather(*(handle.close() for handle in self.handles))
+        await asyncio.gather(*(client.close() for client in self.clients))
 
     def choose(self, prompts: Sequence[EnginePrompt] = ()) -> EngineClient:
-        """The engine for a request: one that is ready. If none is, any: the request gets its error there, or waits."""
-        ready = [handle for handle in self.handles if handle.health is EngineHealth.READY]
-        return self._router.choose(ready or self.handles, prompts)
+        """The engine for a request: a ready one. If none is ready, any: the request fails there, or waits."""
+        ready = [client for client in self.clients if client.health is EngineHealth.READY]
+        return self._router.choose(ready or self.clients, prompts)
 
-    def lose_jobs(self, reason: str) -> None:
-        """Ends all jobs with an error."""
-        for handle in self.handles:
-            handle.lose_jobs(reason)
+    def fail_requests(self, reason: str) -> None:
+        """Ends all requests with an error."""
+        for client in self.clients:
+            client.fail_requests(reason)
 
     def reset_cache(self) -> None:
-        for handle in self.handles:
-            handle.reset_cache()
+        for client in self.clients:
+            client.reset_cache()
 
     def _step(self, metrics: EngineMetrics, step: EngineStep) -> None:
         metrics.step(step)
         if step.starved and self._metrics.starved_steps == STARVED_STEPS:
             self._log(STARVED)
 
-    def _ready(self, name: str, metrics: EngineMetrics, facts: EngineInfo) -> str | None:
-        self._first = self._first or (name, facts)
-        if reason := _difference(facts, self._first[1]):
+    def _ready(self, name: str, metrics: EngineMetrics, info: EngineInfo) -> str | None:
+        self._first = self._first or (name, info)
+        if reason := _difference(info, self._first[1]):
             return f"its {reason} in engine {self._first[0]}"
-        metrics.ready(facts.block_size, facts.num_blocks)
+        metrics.ready(info.block_size, info.num_blocks)
         self.changed.set()
         return None
 
     def _given_up(self, name: str) -> None:
-        if self.fatal is None:  # else the server ends with the reason
-            reason = next(handle.fatal for handle in self.handles if handle.name == name)
+        if self.fatal is None:  # otherwise the server exits and prints the reason
+            reason = next(client.fatal for client in self.clients if client.name == name)
             self._log(f"engine {name} is given up: {reason}")
         self.changed.set()
 
 
-def _difference(facts: EngineInfo, other: EngineInfo) -> str | None:
-    """A fact that must be the same for both but is not, in words."""
+def _difference(info: EngineInfo, other: EngineInfo) -> str | None:
+    """A field that must be equal for both but is not, with both values. None: all are equal."""
     for field in COMMON:
-        own, its = getattr(facts, field), getattr(other, field)
+        own, its = getattr(info, field), getattr(other, field)
         if own != its:
             return f"{field} is {own}, but {its}"
     return None

@@ -1,4 +1,4 @@
-"""EngineProcess: one engine process from its start to its end. Restarts: how often one that dies is started again."""
+"""EngineProcess: one engine process from start to exit. RestartBackoff: the delays between restarts."""
 
 import asyncio
 import sys
@@ -8,26 +8,26 @@ from typing import Self
 import msgspec
 
 from weft.serve.engines.engine_folder import EngineFolder
-from weft.serve.engines.heartbeat import LOOK, HeartbeatMonitor
+from weft.serve.engines.heartbeat import CHECK_INTERVAL, HeartbeatMonitor
 from weft.serve.engines.messages import EngineProcessConfig
 
-MOST_DEATHS = 5  # of one engine's processes within DEATHS_WITHIN; after one more it is not restarted
+MAX_DEATHS = 5  # deaths of one engine within DEATHS_WITHIN; after one more it is not restarted
 DEATHS_WITHIN = 300.0  # seconds
 FIRST_DELAY = 0.2  # seconds before the restart after a second recent death; doubled for each further one
-PATIENCE = 5.0  # seconds that the process has to exit after it was told to
+EXIT_TIMEOUT = 5.0  # seconds that the process has to exit after it was told to
 
 
 class EngineProcess:
     """Owns one engine process and the check of its heartbeat."""
 
-    def __init__(self, process: asyncio.subprocess.Process, watch: HeartbeatMonitor) -> None:
-        self._process, self._watch = process, watch
+    def __init__(self, process: asyncio.subprocess.Process, monitor: HeartbeatMonitor) -> None:
+        self._process, self._monitor = process, monitor
         self._exit = asyncio.create_task(process.wait())
 
     @classmethod
-    async def start(cls, orders: EngineProcessConfig, folder: EngineFolder) -> Self:
-        """Starts a process that uses this folder. `orders` need not name its files."""
-        watch = HeartbeatMonitor(folder.pulse)
+    async def start(cls, config: EngineProcessConfig, folder: EngineFolder) -> Self:
+        """Starts a process that uses this folder. Sets the paths in `config` to its files."""
+        monitor = HeartbeatMonitor(folder.heartbeat_file)
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "weft.serve.engines.engine_main"),
@@ -35,12 +35,12 @@ class EngineProcess:
                 start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
             )
         except BaseException:
-            watch.close()
+            monitor.close()
             raise
         assert process.stdin is not None
-        orders = msgspec.structs.replace(orders, address=folder.address, pulse=str(folder.pulse))
-        process.stdin.write(msgspec.json.encode(orders) + b"\n")
-        return cls(process, watch)
+        config = msgspec.structs.replace(config, address=folder.address, heartbeat_file=str(folder.heartbeat_file))
+        process.stdin.write(msgspec.json.encode(config) + b"\n")
+        return cls(process, monitor)
 
     @property
     def pid(self) -> int:
@@ -48,30 +48,30 @@ class EngineProcess:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the process has shown no heartbeat for SILENT seconds (see pulse.py)."""
-        return self._watch.is_silent
+        """Whether the process has shown no heartbeat for SILENT checks in a row."""
+        return self._monitor.is_silent
 
     async def ended(self) -> str | None:
         """Waits for the process to exit. Kills it if it does not respond, and then returns the reason."""
         while not self._exit.done():
-            await asyncio.wait((self._exit,), timeout=LOOK)
-            self._watch.look()
-            if self._watch.verdict is not None and self._process.returncode is None:
+            await asyncio.wait((self._exit,), timeout=CHECK_INTERVAL)
+            self._monitor.check()
+            if self._monitor.failure is not None and self._process.returncode is None:
                 self._process.kill()  # it does not react to anything else
-                return self._watch.verdict
+                return self._monitor.failure
         return None
 
     async def end(self) -> None:
-        """Closes the process's standard input, which tells it to exit. Kills it if it does not within PATIENCE."""
+        """Closes the process's standard input, which tells it to exit. Kills it if it does not within EXIT_TIMEOUT."""
         process = self._process
-        self._watch.close()
+        self._monitor.close()
         if process.stdin is not None:
             process.stdin.close()
         if process.returncode is None:
-            await asyncio.wait((self._exit,), timeout=PATIENCE)
+            await asyncio.wait((self._exit,), timeout=EXIT_TIMEOUT)
         if process.returncode is None:
             process.kill()
-            done, _ = await asyncio.wait((self._exit,), timeout=PATIENCE)
+            done, _ = await asyncio.wait((self._exit,), timeout=EXIT_TIMEOUT)
             if not done:  # it hangs in the kernel and still holds device memory
                 raise RuntimeError(f"process {process.pid} cannot be killed")
 
@@ -91,6 +91,6 @@ class RestartBackoff:
         while self._deaths[0] < now - DEATHS_WITHIN:
             self._deaths.popleft()
         number = len(self._deaths)
-        if number > MOST_DEATHS:
+        if number > MAX_DEATHS:
             return None
         return FIRST_DELAY * 2 ** (number - 2) if number > 1 else 0.0

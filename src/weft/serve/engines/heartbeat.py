@@ -1,8 +1,8 @@
-"""Heartbeat: the engine process shows in a shared mapped file that it is alive and that its loop makes progress.
+"""Heartbeat: a shared mapped file that shows whether the engine process runs and its loop makes progress.
 
 A thread of the engine process counts beats. The count stops if the process is stopped or cannot run. The loop counts
-its turns. The count stops if a step never ends. The API process compares counts, not times, so that a machine that was
-suspended does not look like a failed engine.
+its iterations. The count stops if a step never ends. The API process compares counts, not times, so that a machine that
+was suspended does not look like a failed engine.
 """
 
 import mmap
@@ -11,12 +11,12 @@ import threading
 from pathlib import Path
 
 BEAT = 0.5  # seconds between two beats
-LOOK = 1.0  # seconds between two checks by the API process
+CHECK_INTERVAL = 1.0  # seconds between two checks by the API process
 SILENT = 5  # checks without a beat, after which the engine counts as down and requests are refused
 WEDGED = 20  # checks without a beat, after which the engine is replaced
-STUCK = 300  # checks within one turn of the loop, after which the engine is replaced: longer than the longest step
+STUCK = 300  # checks within one iteration of the loop, after which the engine is replaced: longer than any step
 
-FORM = struct.Struct("=QQQ")  # beats, turns, and whether the loop has work
+LAYOUT = struct.Struct("=QQQ")  # beats, iterations, and whether the loop has work
 
 
 class Heartbeat:
@@ -24,16 +24,16 @@ class Heartbeat:
 
     def __init__(self, path: Path) -> None:
         self._map = _mapped(path)
-        self._turns = 0
+        self._iterations = 0
 
     def start(self) -> None:
         """Starts the thread that beats until the process ends."""
-        threading.Thread(target=self._beat, name="weft-pulse", daemon=True).start()
+        threading.Thread(target=self._beat, name="weft-heartbeat", daemon=True).start()
 
-    def turn(self, busy: bool) -> None:
-        """Counts one turn of the loop. `busy`: the loop has work, so the next turn must follow in time."""
-        self._turns += 1
-        struct.pack_into("=QQ", self._map, 8, self._turns, busy)
+    def count_iteration(self, busy: bool) -> None:
+        """Counts one iteration of the loop. `busy`: the loop has work, so the next iteration must follow in time."""
+        self._iterations += 1
+        struct.pack_into("=QQ", self._map, 8, self._iterations, busy)
 
     def _beat(self) -> None:
         beats, over = 0, threading.Event()
@@ -43,31 +43,31 @@ class Heartbeat:
 
 
 class HeartbeatMonitor:
-    """The API process's side: reads the counts. `look` must be called every LOOK seconds."""
+    """The API process's side: reads the counts. `check` must be called every CHECK_INTERVAL seconds."""
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(FORM.size))
+        path.write_bytes(bytes(LAYOUT.size))
         self._map = _mapped(path)
-        self._seen = (0, 0)
-        self._silent = self._same = 0  # checks since the last beat, and since the last turn
+        self._last = (0, 0)
+        self._silent = self._same = 0  # checks since the last beat, and since the last iteration
 
-    def look(self) -> None:
-        beats, turns, busy = FORM.unpack_from(self._map)
-        self._silent = 0 if beats != self._seen[0] else self._silent + 1
-        self._same = 0 if turns != self._seen[1] or not busy else self._same + 1
-        self._seen = beats, turns
+    def check(self) -> None:
+        beats, iterations, busy = LAYOUT.unpack_from(self._map)
+        self._silent = 0 if beats != self._last[0] else self._silent + 1
+        self._same = 0 if iterations != self._last[1] or not busy else self._same + 1
+        self._last = beats, iterations
 
     @property
     def is_silent(self) -> bool:
         return self._silent >= SILENT
 
     @property
-    def verdict(self) -> str | None:
+    def failure(self) -> str | None:
         """Why the engine must be replaced, or None."""
         if self._silent >= WEDGED:
-            return f"the engine process did not respond for {WEDGED * LOOK:.0f} s"
+            return f"the engine process did not respond for {WEDGED * CHECK_INTERVAL:.0f} s"
         if self._same >= STUCK:
-            return f"a step of the engine did not end within {STUCK * LOOK:.0f} s"
+            return f"a step of the engine did not end within {STUCK * CHECK_INTERVAL:.0f} s"
         return None
 
     def close(self) -> None:
@@ -76,4 +76,4 @@ class HeartbeatMonitor:
 
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), FORM.size)
+        return mmap.mmap(file.fileno(), LAYOUT.size)

@@ -1,7 +1,8 @@
 """Messages between the API process and the engine process: msgspec structs as MessagePack, one per ZeroMQ frame.
 
-A *key* identifies one stream (one completion of one prompt) for the lifetime of an engine process. The API process
-assigns the keys. Times are seconds on the machine's monotonic clock, which both processes share.
+A *sequence* is one completion of one prompt; in the engine process it is a `Stream`. A *key* identifies a sequence for
+the lifetime of an engine process. The API process assigns the keys. Times are seconds on the machine's monotonic clock,
+which both processes share.
 """
 
 import math
@@ -29,11 +30,11 @@ class EngineProcessConfig(msgspec.Struct):
     eos_ids: tuple[int, ...]  # end-of-text tokens in addition to the ones in the model's config
     options: dict[str, Any]  # EngineOptions
     record_steps: str | None = None  # file for StepRecords
-    pulse: str = ""  # heartbeat file, see pulse.py
+    heartbeat_file: str = ""  # path; see heartbeat.py
 
 
-class AddRequest(msgspec.Struct, tag="submit", array_like=True, eq=False):
-    """One prompt. Its `params.n` streams have the keys key, key + 1, ..."""
+class AddRequest(msgspec.Struct, tag="add", array_like=True, eq=False):
+    """One prompt. Its `params.n` sequences have the keys key, key + 1, ..."""
 
     key: int
     prompt: bytes  # token ids, int32
@@ -44,7 +45,7 @@ class AddRequest(msgspec.Struct, tag="submit", array_like=True, eq=False):
 
 
 class AbortSequences(msgspec.Struct, tag="abort", array_like=True):
-    """Ends these streams. Keys of streams that have already ended are ignored."""
+    """Ends these sequences. Keys of sequences that have already ended are ignored."""
 
     keys: list[int]
 
@@ -69,7 +70,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_num_seqs: int
     policy: str
     enable_prefix_caching: bool
-    device: str  # its name, for people
+    device: str  # display name
     device_type: str  # "cpu" or "cuda"
     gap_target: float | None  # seconds; None: no target
     gap_source: Source  # DEFAULT: the scheduler aims at it, but it is not promised
@@ -102,7 +103,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 class EngineReady(msgspec.Struct, tag="ready", array_like=True):
     """The model is loaded and the engine takes requests."""
 
-    facts: EngineInfo
+    info: EngineInfo
 
 
 class EngineFailed(msgspec.Struct, tag="fatal", array_like=True):
@@ -112,7 +113,7 @@ class EngineFailed(msgspec.Struct, tag="fatal", array_like=True):
 
 
 class RequestRejected(msgspec.Struct, tag="rejected", array_like=True):
-    """The engine rejected a prompt. All streams of the Submit with this key have ended."""
+    """The engine rejected a prompt. All sequences of the AddRequest with this key have ended."""
 
     key: int
     kind: str  # "request" (it can never run), "queue_full", "error" (an internal error)
@@ -120,7 +121,7 @@ class RequestRejected(msgspec.Struct, tag="rejected", array_like=True):
 
 
 class FirstToken(NamedTuple):
-    """A stream got its first token."""
+    """A sequence got its first token."""
 
     key: int
     started: float  # start of the first step that contained it
@@ -131,7 +132,7 @@ class FirstToken(NamedTuple):
 
 
 class SequenceEnd(NamedTuple):
-    """A stream has ended."""
+    """A sequence has ended."""
 
     key: int
     token: int | None  # the last token; None: the end came without a token
@@ -142,17 +143,19 @@ class SequenceEnd(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
+    """Log probabilities of consecutive prompt tokens."""
+
     key: int
     first: int  # position in the prompt of the first entry
     found: list[TokenLogprobs]
 
 
-class StepOutputs(msgspec.Struct, tag="news", array_like=True):
-    """The results of one turn of the engine loop."""
+class StepOutputs(msgspec.Struct, tag="outputs", array_like=True):
+    """The results of one iteration of the engine loop."""
 
-    keys: list[int]  # streams that got a token and continue
+    keys: list[int]  # sequences that got a token and continue
     tokens: list[int]  # one token per key, in the same order
-    begins: list[FirstToken]
+    first_tokens: list[FirstToken]
     ends: list[SequenceEnd]
     logprobs: dict[int, TokenLogprobs]  # by key, if asked for; includes last tokens
     prompt_logprobs: list[PromptLogprobs]

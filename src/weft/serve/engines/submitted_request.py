@@ -1,4 +1,4 @@
-"""Job: what one HTTP request has submitted to an engine, and the updates that come back."""
+"""SubmittedRequest: one HTTP request that an engine works on, and the updates that come back."""
 
 import asyncio
 from collections import deque
@@ -11,6 +11,8 @@ from weft.serve.engines.messages import FirstToken, PromptLogprobs, RequestRejec
 
 
 class EnginePrompt(NamedTuple):
+    """One prompt of a request, as the engine needs it."""
+
     tokens: bytes  # int32
     params: SamplingParams
     wishes: Wishes
@@ -18,35 +20,35 @@ class EnginePrompt(NamedTuple):
 
 
 class SequenceUpdate(NamedTuple):
-    """One result or event of one stream of a job."""
+    """One result or event of one sequence of a request."""
 
-    place: int  # index of the stream in the job
+    choice_index: int  # index of the sequence in its request, which is also the index of its Choice
     token: int | None
     end: SequenceEnd | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    rejected: RequestRejected | None = None  # the engine rejected the prompt; it has no streams
-    lost: str | None = None  # why the job ends: the engine died, the client disconnected, or the server shuts down
-    at: float = 0.0  # seconds on `clock`: when the message arrived here; the HTTP client may read it later
+    rejected: RequestRejected | None = None  # the engine rejected the prompt; it has no sequences
+    failure: str | None = None  # why the whole request ends: engine died, client disconnected, or server shuts down
+    at: float = 0.0  # seconds on `clock`: arrival in the API process; the HTTP client may read it later
     embedding: bytes | None = None  # float32; set with `end` for a pooling request
 
 
 class SubmittedRequest:
-    """The streams of one HTTP request, and a queue of their updates in order of arrival."""
+    """The sequences of one HTTP request in an engine, and a queue of their updates in order of arrival."""
 
     def __init__(self) -> None:
-        self.keys: list[int] = []
-        self.open: set[int] = set()  # keys of streams that have not ended
-        self.begins: dict[int, FirstToken] = {}  # by place, for streams that have their first token
+        self.keys: list[int] = []  # of the sequences, by choice index
+        self.open: set[int] = set()  # keys of sequences that have not ended
+        self.first_tokens: dict[int, FirstToken] = {}  # by choice index
         self._pending: deque[SequenceUpdate] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
     @classmethod
-    def lost(cls, reason: str) -> Self:
-        """A job that was not submitted, and that ends with this reason."""
-        job = cls()
-        job.put(SequenceUpdate(0, None, lost=reason))
-        return job
+    def failed(cls, reason: str) -> Self:
+        """A request that reaches no engine. Its one update has this reason."""
+        submitted = cls()
+        submitted.fail(reason)
+        return submitted
 
     def put(self, update: SequenceUpdate) -> None:
         self._pending.append(update)
@@ -54,7 +56,11 @@ class SubmittedRequest:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def news(self) -> deque[SequenceUpdate]:
+    def fail(self, reason: str) -> None:
+        """Adds an update that ends the request."""
+        self.put(SequenceUpdate(0, None, failure=reason))
+
+    async def updates(self) -> deque[SequenceUpdate]:
         """Returns all updates since the last call. Waits until there is at least one."""
         if not self._pending:
             self._waiter = asyncio.get_running_loop().create_future()

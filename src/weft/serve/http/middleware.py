@@ -1,4 +1,4 @@
-"""Gate: authentication, rate limits, body limits and error responses for every request.
+"""ApiMiddleware: authentication, rate limits, body limits and error responses for every request.
 
 Pure ASGI, so that a streamed token costs only one extra `send` call.
 """

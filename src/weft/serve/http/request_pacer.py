@@ -1,14 +1,14 @@
-"""Turns: spreads the reading of a request burst over time, so that streams go on."""
+"""RequestPacer: spreads the parsing of a request burst over time, so that running streams are not delayed."""
 
 import asyncio
 from collections import deque
 
 
 class RequestPacer:
-    """Lets one request be read in each pass of the event loop.
+    """Lets one request be parsed in each pass of the event loop.
 
-    Reading a request (JSON, tokens, checks) takes about as long as sending twenty tokens. Without this, all requests of
-    a burst would be read in one pass, and no token would be sent during it.
+    Parsing a request (JSON, tokens, checks) takes about as long as sending twenty tokens. Without the pacer, all
+    requests of a burst would be parsed in one pass, and no token would be sent during it.
     """
 
     def __init__(self) -> None:
@@ -16,21 +16,21 @@ class RequestPacer:
         self._is_free = True
 
     async def wait(self) -> None:
-        """Waits for the caller's turn. The turn ends with the pass of the event loop, or when the caller awaits."""
+        """Waits for the context's turn. The turn ends with the pass of the event loop, or when the context awaits."""
         loop = asyncio.get_running_loop()
         if self._is_free:
             self._is_free = False
             loop.call_soon(self._next)
             return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
+        waiter = loop.create_future()
+        self._waiting.append(waiter)
+        await waiter
 
     def _next(self) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():  # a cancelled one has no client any more
-                turn.set_result(None)
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # done: cancelled, because its client has disconnected
+                waiter.set_result(None)
                 asyncio.get_running_loop().call_soon(self._next)
                 return
         self._is_free = True

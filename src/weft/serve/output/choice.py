@@ -25,9 +25,9 @@ class ChoiceDelta(NamedTuple):
     calls: list[ToolCallDelta]
     token: int | None
     logprobs: TokenLogprobs | None
-    reason: str | None  # finish reason; set on the last piece
+    reason: str | None  # finish reason; set on the last delta
     offset: int = 0  # character where the token starts in the text; only set with logprobs
-    of_text: Sequence[TokenLogprobs] = NO_LOGPROBS  # of the tokens in `text`, which may include earlier tokens
+    text_logprobs: Sequence[TokenLogprobs] = NO_LOGPROBS  # of the tokens in `text`, which may include earlier tokens
 
     @property
     def is_empty(self) -> bool:
@@ -53,7 +53,7 @@ class Choice:
         """With `single`, only the first of several tool calls is returned."""
         self.index = index
         self._texts: list[str] = []  # a list: appending to one long string would copy it for every token
-        self._thoughts: list[str] = []
+        self._reasoning_texts: list[str] = []
         self.calls: list[dict[str, Any]] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []  # of all output tokens
@@ -68,13 +68,13 @@ class Choice:
         self._reasoning, self._tools = reasoning, tools
         self._plain = reasoning is None and tools is None
         self._single = single
-        self._words: TextStream | None = None
-        self._ruler: TokenOffsets | None = None
+        self._text_stream: TextStream | None = None
+        self._token_offsets: TokenOffsets | None = None
         if tokenizer is not None:
             skip = params.skip_special_tokens and not (tools and tools.needs_special_tokens)
             self._hidden = tokenizer.special_token_ids if skip else frozenset()
             self._shows_stop = params.include_stop_str_in_output
-            self._words = TextStream(
+            self._text_stream = TextStream(
                 tokenizer,
                 prompt,
                 stop=params.stop_strings,
@@ -83,7 +83,10 @@ class Choice:
                 min_tokens=params.min_tokens,
             )
             if params.logprobs is not None:
-                self._ruler, self._unshown = TokenOffsets(tokenizer, skip, prompt), WithheldLogprobs(self._plain)
+                self._token_offsets, self._withheld = (
+                    TokenOffsets(tokenizer, skip, prompt),
+                    WithheldLogprobs(self._plain),
+                )
 
     @property
     def text(self) -> str:
@@ -91,10 +94,10 @@ class Choice:
 
     @property
     def reasoning(self) -> str:
-        return "".join(self._thoughts)
+        return "".join(self._reasoning_texts)
 
     def take(self, update: SequenceUpdate) -> ChoiceDelta:
-        """Takes one update and returns its piece. The choice is over if the piece has a `reason`."""
+        """Takes one update and returns its delta. The choice is over if the delta has a `reason`."""
         token = update.token
         reason = update.end.reason if update.end is not None else None
         text = ""
@@ -103,50 +106,50 @@ class Choice:
             if update.logprobs is not None:
                 self.logprobs.append(update.logprobs)
                 self.offsets.append(self._measure(token, update.logprobs, reason))
-            if self._words is not None:
-                text = self._words.push(token, reason)
-                if self._words.stopped is not None:
-                    reason, self.stop_reason = "stop", self._words.stopped
+            if self._text_stream is not None:
+                text = self._text_stream.push(token, reason)
+                if self._text_stream.stopped is not None:
+                    reason, self.stop_reason = "stop", self._text_stream.stopped
             if reason == "stop" and self.stop_reason is None and token in self._stop_ids:
                 self.stop_reason = token
-        piece = ChoiceDelta(text, "", NO_CALLS, token, update.logprobs, reason)
+        delta = ChoiceDelta(text, "", NO_CALLS, token, update.logprobs, reason)
         if not self._plain:
-            piece = self._sort(piece)
-        self._texts.append(piece.text)
-        self.reason = piece.reason
-        return piece if self._ruler is None else self._described(piece)
+            delta = self._split(delta)
+        self._texts.append(delta.text)
+        self.reason = delta.reason
+        return delta if self._token_offsets is None else self._described(delta)
 
     def _measure(self, token: int, found: TokenLogprobs, reason: str | None) -> int:
         """Where a token starts in the text. Keeps its log probabilities until its text is shown."""
-        if self._ruler is None:
+        if self._token_offsets is None:
             return 0
         if reason == "stop" and not self._shows_stop:  # the stop token itself is not part of the text
-            self._unshown.add_text(self._ruler.end())
-            return self._ruler.length
-        start, text = self._ruler.push(token)
+            self._withheld.add_text(self._token_offsets.end())
+            return self._token_offsets.length
+        start, text = self._token_offsets.push(token)
         if token not in self._hidden:
-            self._unshown.add(start, text, found)
+            self._withheld.add(start, text, found)
         if reason is not None:
-            self._unshown.add_text(self._ruler.end())
+            self._withheld.add_text(self._token_offsets.end())
         return start
 
-    def _described(self, piece: ChoiceDelta) -> ChoiceDelta:
-        """The piece with the log probabilities of its text and the offset of its token."""
-        if piece.reasoning:
-            self._unshown.take(piece.reasoning)
-        of_text = self._unshown.take(piece.text) if piece.text else []
-        if piece.calls:
-            self._unshown.clear()
-        self.text_logprobs += of_text
-        offset = self.offsets[-1] if piece.logprobs is not None else 0
-        return piece._replace(offset=offset, of_text=of_text)
+    def _described(self, delta: ChoiceDelta) -> ChoiceDelta:
+        """The delta with the log probabilities of its text and the offset of its token."""
+        if delta.reasoning:
+            self._withheld.take(delta.reasoning)
+        text_logprobs = self._withheld.take(delta.text) if delta.text else []
+        if delta.calls:
+            self._withheld.clear()
+        self.text_logprobs += text_logprobs
+        offset = self.offsets[-1] if delta.logprobs is not None else 0
+        return delta._replace(offset=offset, text_logprobs=text_logprobs)
 
-    def _sort(self, piece: ChoiceDelta) -> ChoiceDelta:
-        """Splits the text of a piece into reasoning, visible text and tool calls."""
-        text, thought, reason = piece.text, "", piece.reason
+    def _split(self, delta: ChoiceDelta) -> ChoiceDelta:
+        """Splits the text of a delta into reasoning, visible text and tool calls."""
+        text, thought, reason = delta.text, "", delta.reason
         if self._reasoning is not None:
             thought, text = self._reasoning.push(text)
-            if piece.token is not None and (self._reasoning.is_thinking or (thought and not text)):
+            if delta.token is not None and (self._reasoning.is_thinking or (thought and not text)):
                 self.reasoning_tokens += 1
             if reason is not None:
                 rest = self._reasoning.flush()
@@ -160,13 +163,13 @@ class Choice:
         if self._single and calls and calls[-1].index > 0:  # a second call starts, so the first is complete: end here
             calls, reason = [call for call in calls if call.index == 0], "tool_calls"
         for call in calls:
-            self._note(call)
+            self._add_call(call)
         if reason == "stop" and self.calls and not isinstance(self._tools, NamedToolCallParser):
             reason = "tool_calls"
-        self._thoughts.append(thought)
-        return ChoiceDelta(text, thought, calls, piece.token, piece.logprobs, reason)
+        self._reasoning_texts.append(thought)
+        return ChoiceDelta(text, thought, calls, delta.token, delta.logprobs, reason)
 
-    def _note(self, call: ToolCallDelta) -> None:
+    def _add_call(self, call: ToolCallDelta) -> None:
         if call.index == len(self.calls):
             self.calls.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}})
         self.calls[call.index]["function"]["arguments"] += call.arguments

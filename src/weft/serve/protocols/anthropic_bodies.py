@@ -6,10 +6,10 @@ from msgspec import Meta, Struct
 
 from weft.engine.params import MAX_COUNT
 from weft.errors import RequestError
-from weft.serve.endpoints.response_generator import ParsedRequest
 from weft.serve.engines.messages import EngineInfo
 from weft.serve.protocols.anthropic_formatter import MessagesFormatter
 from weft.serve.protocols.openai_bodies import ChatBody, Count, Json, Stop, TokenizeBody, Whole
+from weft.serve.requests.parsed_request import ParsedRequest
 from weft.serve.requests.request_parser import RequestContext, RequestParser
 
 # Start of Claude Code's first system block: billing data for Anthropic, with a hash that changes with every request. At
@@ -62,21 +62,25 @@ class MessagesBody(CountTokensBody, kw_only=True):
     cache_salt: str | None = None
 
 
-async def message(desk: RequestParser, body: MessagesBody, caller: RequestContext, facts: EngineInfo) -> ParsedRequest:
-    """A chat call with Anthropic's answer format. `max_tokens` may exceed the context: it is then lowered."""
-    format = MessagesFormatter(f"msg_{caller.request_id}", desk.model, body.max_tokens, body.service_tier, _omits(body))
-    template = desk.texts.template
-    chat = await desk.texts.aside(caller.size, lambda: as_chat(body, template.takes_late_system))
-    call = await desk.chat(chat, caller, facts, format, fits=True)
-    call.includes_usage = call.counts_first = True  # usage in the last and in the first event
-    return call
+async def parse_message(
+    parser: RequestParser, body: MessagesBody, context: RequestContext, info: EngineInfo
+) -> ParsedRequest:
+    """A chat request with Anthropic's answer format. `max_tokens` may exceed the context: it is then lowered."""
+    formatter = MessagesFormatter(
+        f"msg_{context.request_id}", parser.model, body.max_tokens, body.service_tier, _omits(body)
+    )
+    template = parser.texts.template
+    chat = await parser.texts.run_in_thread(context.size, lambda: as_chat(body, template.takes_late_system))
+    parsed = await parser.chat(chat, context, info, formatter, fits=True)
+    parsed.includes_usage = parsed.counts_first = True  # usage in the last and in the first event
+    return parsed
 
 
-async def count_tokens(desk: RequestParser, body: CountTokensBody, size: int) -> int:
-    """Number of tokens of the prompt. `size` is the body's size in bytes, as in Caller."""
-    template = desk.texts.template
-    prompt = await desk.texts.aside(size, lambda: as_prompt(body, template.takes_late_system))
-    return len(await desk.chat_ids(prompt, size))
+async def count_tokens(parser: RequestParser, body: CountTokensBody, size: int) -> int:
+    """Number of tokens of the prompt. `size` is the body's size in bytes, as in RequestContext."""
+    template = parser.texts.template
+    prompt = await parser.texts.run_in_thread(size, lambda: as_prompt(body, template.takes_late_system))
+    return len(await parser.chat_token_ids(prompt, size))
 
 
 def as_prompt(body: CountTokensBody, late_system: bool = True) -> TokenizeBody:

@@ -27,21 +27,21 @@ class MessagesFormatter:
         self._open: str | None = None  # type of the open block; None: no block is open
         self._choice: Choice | None = None
 
-    def opening(self, choice: Choice, extras: Json) -> bytes:
+    def first_chunk(self, choice: Choice, extras: Json) -> bytes:
         self._choice = choice
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, extras["usage"])
         return _event("message_start", message=message)
 
-    def piece(self, choice: Choice, piece: ChoiceDelta, extras: Json) -> bytes:
-        text, calls = piece.text, piece.calls
-        if self._open == "text" and text and not (calls or piece.reasoning or piece.reason):  # most are plain text
+    def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
+        text, calls = delta.text, delta.calls
+        if self._open == "text" and text and not (calls or delta.reasoning or delta.reason):  # most are plain text
             return _TEXT % (self._index, to_json(text))
         data = b""
-        if piece.reasoning:
+        if delta.reasoning:
             data += self._begin("thinking", thinking="", signature="")
             if not self.omits_thoughts:
-                data += self._delta("thinking_delta", thinking=piece.reasoning)
-        if self._open == "tool_use":  # the rest of the open call goes before text of the same piece
+                data += self._delta("thinking_delta", thinking=delta.reasoning)
+        if self._open == "tool_use":  # the rest of the open call goes before text of the same delta
             data += b"".join(map(self._arguments, takewhile(continues_call, calls)))
             calls = list(dropwhile(continues_call, calls))
         if text:
@@ -50,17 +50,17 @@ class MessagesFormatter:
             if call.id is not None:
                 data += self._end() + self._begin("tool_use", id=call.id, name=call.name, input={})
             data += self._arguments(call)
-        return data + self._end() if piece.reason is not None else data
+        return data + self._end() if delta.reason is not None else data
 
-    def closing(self, extras: Json) -> bytes:
-        assert self._choice is not None  # `opening` was called before
+    def last_chunk(self, extras: Json) -> bytes:
+        assert self._choice is not None  # `first_chunk` was called before
         usage = self._usage(extras["usage"])
         del usage["service_tier"]  # it belongs to the first event only
         delta = self._stop(self._choice, usage["output_tokens"])
         last = _event("message_delta", delta=delta, usage=usage, metrics=extras["metrics"])
         return last + _event("message_stop")
 
-    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+    def full_response(self, choices: Sequence[Choice], extras: Json) -> Json:
         choice = choices[0]
         content: list[Json] = []
         if choice.reasoning:
@@ -75,7 +75,7 @@ class MessagesFormatter:
         stop = self._stop(choice, extras["usage"]["completion_tokens"])
         return {**self._message(content, stop, extras["usage"]), "metrics": extras["metrics"]}
 
-    def error(self, body: Json) -> bytes:
+    def error_chunk(self, body: Json) -> bytes:
         return _event("error", error=as_anthropic(body)["error"])
 
     def _message(self, content: list[Json], stop: Json, usage: Json) -> Json:

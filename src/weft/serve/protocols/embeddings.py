@@ -38,7 +38,7 @@ class PoolingBody(Struct, kw_only=True):
     def prompts(self) -> str | list[Any]:
         raise NotImplementedError
 
-    def format(self, id: str, model: str) -> "EmbeddingsFormatter":
+    def formatter(self, id: str, model: str) -> "EmbeddingsFormatter":
         raise NotImplementedError
 
     def completion(self) -> CompletionBody:
@@ -60,7 +60,7 @@ class EmbeddingsBody(PoolingBody, kw_only=True):
     def prompts(self) -> str | list[Any]:
         return self.input
 
-    def format(self, id: str, model: str) -> "EmbeddingsFormatter":
+    def formatter(self, id: str, model: str) -> "EmbeddingsFormatter":
         if self.encoding_format not in (None, "float", "base64"):
             raise RequestError(f"encoding_format={self.encoding_format!r:.40} is unknown: choose float or base64")
         return EmbeddingsFormatter(id, model, self)
@@ -85,7 +85,7 @@ class ScoreBody(PoolingBody, kw_only=True):
             )
         return first, second
 
-    def format(self, id: str, model: str) -> "EmbeddingsFormatter":
+    def formatter(self, id: str, model: str) -> "EmbeddingsFormatter":
         return ScoreFormatter(id, model, self)
 
 
@@ -106,7 +106,7 @@ class RerankBody(PoolingBody, kw_only=True):
             raise RequestError('documents must be texts or objects like {"text": ...}, at least one')
         return texts
 
-    def format(self, id: str, model: str) -> "EmbeddingsFormatter":
+    def formatter(self, id: str, model: str) -> "EmbeddingsFormatter":
         return RerankFormatter(id, model, self)
 
 
@@ -135,7 +135,7 @@ class EmbeddingsFormatter:
         self.id, self.model, self.body = id, model, body
         self.created = int(time.time())
 
-    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+    def full_response(self, choices: Sequence[Choice], extras: Json) -> Json:
         body: EmbeddingsBody = self.body
         shown = []
         for choice in choices:
@@ -153,21 +153,21 @@ class EmbeddingsFormatter:
         about = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**about, **content, "usage": usage, "metrics": extras.get("metrics")}
 
-    def opening(self, choice: Choice, extras: Json) -> bytes:
+    def first_chunk(self, choice: Choice, extras: Json) -> bytes:
         raise NotImplementedError("embeddings are not streamed")
 
-    def piece(self, choice: Choice, piece: ChoiceDelta, extras: Json) -> bytes:
+    def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
         raise NotImplementedError("embeddings are not streamed")
 
-    def closing(self, extras: Json) -> bytes:
+    def last_chunk(self, extras: Json) -> bytes:
         raise NotImplementedError("embeddings are not streamed")
 
-    def error(self, body: Json) -> bytes:
+    def error_chunk(self, body: Json) -> bytes:
         raise NotImplementedError("embeddings are not streamed")
 
 
 class ScoreFormatter(EmbeddingsFormatter):
-    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+    def full_response(self, choices: Sequence[Choice], extras: Json) -> Json:
         body: ScoreBody = self.body
         vectors = _vectors(choices)
         number = len(body.pairs()[0])
@@ -181,7 +181,7 @@ class ScoreFormatter(EmbeddingsFormatter):
 
 
 class RerankFormatter(EmbeddingsFormatter):
-    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+    def full_response(self, choices: Sequence[Choice], extras: Json) -> Json:
         body: RerankBody = self.body
         query, *documents = _vectors(choices)
         scores = [float(query @ document) for document in documents]

@@ -1,7 +1,7 @@
-"""Answer formats of chat completions and text completions, as stream frames and as whole bodies.
+"""Answer formats of chat completions and text completions, as stream frames and as full_response bodies.
 
 A frame of plain text is built from constant bytes and the text of the token. Only rare frames (log probabilities, tool
-calls, the last chunk) go through the JSON encoder as a whole.
+calls, the last chunk) go through the JSON encoder as a full_response.
 """
 
 import time
@@ -21,7 +21,7 @@ to_json = msgspec.json.Encoder().encode
 
 
 def continues_call(call: ToolCallDelta) -> bool:
-    """Whether a delta continues a tool call, and does not start one."""
+    """Whether a message continues a tool call, and does not start one."""
     return call.id is None
 
 
@@ -36,23 +36,23 @@ class Formatter(Protocol):
     done: bytes  # the end of a stream
     token_ids: bool  # whether every token gets a frame, even if it adds no text
 
-    def opening(self, choice: Choice, extras: Json) -> bytes:
-        """The frames before a choice's first piece. `extras` is as in `piece`."""
+    def first_chunk(self, choice: Choice, extras: Json) -> bytes:
+        """The frames before a choice's first delta. `extras` is as in `delta`."""
         ...
 
-    def piece(self, choice: Choice, piece: ChoiceDelta, extras: Json) -> bytes:
-        """The frame of a piece. `extras` are fields next to `choices`, such as usage."""
+    def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
+        """The frame of a delta. `extras` are fields next to `choices`, such as usage."""
         ...
 
-    def closing(self, extras: Json) -> bytes:
+    def last_chunk(self, extras: Json) -> bytes:
         """The last frame, without choices."""
         ...
 
-    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+    def full_response(self, choices: Sequence[Choice], extras: Json) -> Json:
         """The body of a non-streamed answer."""
         ...
 
-    def error(self, body: Json) -> bytes:
+    def error_chunk(self, body: Json) -> bytes:
         """A frame with an error."""
         ...
 
@@ -68,23 +68,23 @@ class _OpenAIFormatter:
         tokenizer: Tokenizer | None,
         *,
         token_ids: bool,
-        names_ids: bool = False,
+        tokens_as_ids: bool = False,
         fingerprint: str | None = None,
     ) -> None:
-        """With `names_ids`, log probabilities name tokens by id."""
+        """With `tokens_as_ids`, log probabilities name tokens by id."""
         self.id = id
         self.model = model
         self.tokenizer = tokenizer
         self.token_ids = token_ids
         self.fingerprint = fingerprint  # of the model, the options and weft's version
-        self.names_ids = names_ids
+        self.tokens_as_ids = tokens_as_ids
         self.created = int(time.time())
         self._head = b"data: " + to_json(self._envelope(self.kind))[:-1] + b',"choices":[{"index":'
 
-    def closing(self, extras: Json) -> bytes:
+    def last_chunk(self, extras: Json) -> bytes:
         return sse_frame({**self._envelope(self.kind), "choices": [], **extras})
 
-    def error(self, body: Json) -> bytes:
+    def error_chunk(self, body: Json) -> bytes:
         return sse_frame(body)
 
     def _envelope(self, kind: str) -> Json:
@@ -100,7 +100,7 @@ class _OpenAIFormatter:
         return sse_frame({**self._envelope(self.kind), "choices": [shown], **extras})
 
     def _name(self, token: int) -> str:
-        return token_name(None if self.names_ids else self.tokenizer, token)
+        return token_name(None if self.tokens_as_ids else self.tokenizer, token)
 
     def _all_prompt_logprobs(self, choice: Choice, length: int) -> list[Json | None]:
         """Prompt logprobs in vLLM's format: one object per position, by token id. The first token has None."""
@@ -127,14 +127,16 @@ class ChatFormatter(_OpenAIFormatter):
         *,
         logprobs: bool,
         token_ids: bool,
-        names_ids: bool = False,
+        tokens_as_ids: bool = False,
         fingerprint: str | None = None,
         prompt: Sequence[int],
         prompt_logprobs: bool,
         reasoning: bool = True,
         legacy: bool = False,
     ) -> None:
-        super().__init__(id, model, tokenizer, token_ids=token_ids, names_ids=names_ids, fingerprint=fingerprint)
+        super().__init__(
+            id, model, tokenizer, token_ids=token_ids, tokens_as_ids=tokens_as_ids, fingerprint=fingerprint
+        )
         self.logprobs = logprobs
         self.prompt = prompt
         self.prompt_logprobs = prompt_logprobs
@@ -142,36 +144,36 @@ class ChatFormatter(_OpenAIFormatter):
         self.legacy = legacy  # shows a tool call as function_call
         self._is_plain = not (logprobs or token_ids)
 
-    def opening(self, choice: Choice, extras: Json) -> bytes:
+    def first_chunk(self, choice: Choice, extras: Json) -> bytes:
         shown = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return self._slow(shown, {**self._about_prompt(choice), **extras})
 
-    def piece(self, choice: Choice, piece: ChoiceDelta, extras: Json) -> bytes:
-        text, reasoning, calls, reason = piece.text, piece.reasoning, piece.calls, piece.reason
+    def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
+        text, reasoning, calls, reason = delta.text, delta.reasoning, delta.calls, delta.reason
         if self._is_plain and not (extras or reason or reasoning or calls):
             return b"%s%d%s%s%s" % (self._head, choice.index, _CHAT_TEXT, to_json(text), _CHAT_END)
-        delta: Json = {}
+        message: Json = {}
         if reasoning and self.reasoning:
-            delta["reasoning_content"] = delta["reasoning"] = reasoning  # older name, and vLLM's newer one
+            message["reasoning_content"] = message["reasoning"] = reasoning  # older name, and vLLM's newer one
         if text:
-            delta["content"] = text
+            message["content"] = text
         if calls and self.legacy:
-            delta["function_call"] = _call(0, None, calls[0].name, "".join(call.arguments for call in calls))[
+            message["function_call"] = _call(0, None, calls[0].name, "".join(call.arguments for call in calls))[
                 "function"
             ]
         elif calls:
-            delta["tool_calls"] = [_call(call.index, call.id, call.name, call.arguments) for call in calls]
+            message["tool_calls"] = [_call(call.index, call.id, call.name, call.arguments) for call in calls]
         finish = None if reason is None else self._finish(choice)
-        shown: Json = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        if self.logprobs and piece.logprobs is not None:
-            shown["logprobs"] = {"content": [self._logprob(piece.logprobs)], "refusal": None}
+        shown: Json = {"index": choice.index, "delta": message, "logprobs": None, "finish_reason": finish}
+        if self.logprobs and delta.logprobs is not None:
+            shown["logprobs"] = {"content": [self._logprob(delta.logprobs)], "refusal": None}
         if reason is not None and choice.stop_reason is not None:
             shown["stop_reason"] = choice.stop_reason
         if self.token_ids:
-            shown["token_ids"] = [] if piece.token is None else [piece.token]
+            shown["token_ids"] = [] if delta.token is None else [delta.token]
         return self._slow(shown, extras)
 
-    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+    def full_response(self, choices: Sequence[Choice], extras: Json) -> Json:
         about = self._about_prompt(choices[0])
         shown = [self._choice(choice) for choice in choices]
         return {**self._envelope("chat.completion"), "choices": shown, **about, **extras}
@@ -212,15 +214,15 @@ class ChatFormatter(_OpenAIFormatter):
         return about
 
     def _logprob(self, found: TokenLogprobs) -> Json:
-        return spelled_logprob(self.tokenizer, found, self.names_ids)
+        return spelled_logprob(self.tokenizer, found, self.tokens_as_ids)
 
 
-def spelled_logprob(tokenizer: Tokenizer | None, found: TokenLogprobs, names_ids: bool = False) -> Json:
+def spelled_logprob(tokenizer: Tokenizer | None, found: TokenLogprobs, tokens_as_ids: bool = False) -> Json:
     """A token and its most likely alternatives, in the format of chat completions."""
 
     def entry(token: int, logprob: float) -> Json:
         spelled = tokenizer.token_bytes(token) if tokenizer is not None else b""
-        name = token_name(None if names_ids else tokenizer, token)
+        name = token_name(None if tokens_as_ids else tokenizer, token)
         return {"token": name, "logprob": _finite(logprob), "bytes": list(spelled)}
 
     top = [entry(token, logprob) for token, logprob in found.top.items()]
@@ -254,7 +256,7 @@ class CompletionFormatter(_OpenAIFormatter):
         *,
         logprobs: int | None,
         token_ids: bool,
-        names_ids: bool = False,
+        tokens_as_ids: bool = False,
         fingerprint: str | None = None,
         prompts: Sequence[tuple[Sequence[int], str]],
         per_prompt: int,
@@ -264,7 +266,9 @@ class CompletionFormatter(_OpenAIFormatter):
         generates: bool = True,
     ) -> None:
         """`prompts` are pairs of ids and text. Each has `per_prompt` choices; the `keeps` most likely are shown."""
-        super().__init__(id, model, tokenizer, token_ids=token_ids, names_ids=names_ids, fingerprint=fingerprint)
+        super().__init__(
+            id, model, tokenizer, token_ids=token_ids, tokens_as_ids=tokens_as_ids, fingerprint=fingerprint
+        )
         self.logprobs = logprobs
         self.prompts = prompts
         self.per_prompt = per_prompt
@@ -276,7 +280,7 @@ class CompletionFormatter(_OpenAIFormatter):
         self._streamed: dict[int, int] = {}  # characters streamed so far, by choice
         self._waiting: dict[int, list[tuple[int, TokenLogprobs]]] = {}  # logprobs by offset, until its text is streamed
 
-    def opening(self, choice: Choice, extras: Json) -> bytes:
+    def first_chunk(self, choice: Choice, extras: Json) -> bytes:
         if not (self.echo or self.token_ids or self.prompt_logprobs):
             return b""
         ids, text = self.prompts[choice.index // self.per_prompt]
@@ -290,42 +294,42 @@ class CompletionFormatter(_OpenAIFormatter):
             shown["prompt_logprobs"] = self._all_prompt_logprobs(choice, len(ids))
         return self._slow(shown, self._billed(extras))
 
-    def piece(self, choice: Choice, piece: ChoiceDelta, extras: Json) -> bytes:
-        if self._is_plain and not (extras or piece.reason):
-            end = _TEXT_END if not self.token_ids else _TEXT_END_WITH_ID % piece.token
-            return b"%s%d%s%s%s" % (self._head, choice.index, _TEXT, to_json(piece.text), end)
-        text = piece.text if self.generates else ""
-        shown: Json = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": piece.reason}
+    def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
+        if self._is_plain and not (extras or delta.reason):
+            end = _TEXT_END if not self.token_ids else _TEXT_END_WITH_ID % delta.token
+            return b"%s%d%s%s%s" % (self._head, choice.index, _TEXT, to_json(delta.text), end)
+        text = delta.text if self.generates else ""
+        shown: Json = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": delta.reason}
         if self.logprobs is not None and self.generates:
-            shown["logprobs"] = self._due(choice, piece)
-            if not (text or shown["logprobs"] or piece.reason or self.token_ids):
+            shown["logprobs"] = self._due(choice, delta)
+            if not (text or shown["logprobs"] or delta.reason or self.token_ids):
                 return b""
-        if piece.reason is not None:
+        if delta.reason is not None:
             shown["stop_reason"] = choice.stop_reason
         if self.token_ids:
-            shown["token_ids"] = [] if piece.token is None or not self.generates else [piece.token]
+            shown["token_ids"] = [] if delta.token is None or not self.generates else [delta.token]
         return self._slow(shown, self._billed(extras))
 
-    def _due(self, choice: Choice, piece: ChoiceDelta) -> Json | None:
-        """The log probabilities to send with a piece.
+    def _due(self, choice: Choice, delta: ChoiceDelta) -> Json | None:
+        """The log probabilities to send with a delta.
 
         Tokens in withheld text must wait, because a stop string may still remove that text.
         """
         waiting = self._waiting.setdefault(choice.index, [])
-        if piece.logprobs is not None:
-            waiting.append((piece.offset, piece.logprobs))
-        length = self._streamed[choice.index] = self._streamed.get(choice.index, 0) + len(piece.text)
-        everything = piece.reason is not None or self.tokenizer is None
+        if delta.logprobs is not None:
+            waiting.append((delta.offset, delta.logprobs))
+        length = self._streamed[choice.index] = self._streamed.get(choice.index, 0) + len(delta.text)
+        everything = delta.reason is not None or self.tokenizer is None
         due = [one for one in waiting if everything or one[0] < length]
         if not due:
             return None
         del waiting[: len(due)]  # correct because offsets only grow
         return self._lists([found for _, found in due], self._shifted(choice, (at for at, _ in due), length))
 
-    def closing(self, extras: Json) -> bytes:
-        return super().closing(self._billed(extras))
+    def last_chunk(self, extras: Json) -> bytes:
+        return super().last_chunk(self._billed(extras))
 
-    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
+    def full_response(self, choices: Sequence[Choice], extras: Json) -> Json:
         shown: list[msgspec.Raw] = []
         for start in range(0, len(choices), self.per_prompt):
             group = list(choices[start : start + self.per_prompt])

@@ -148,9 +148,9 @@ class ResponsesFormatter:
     token_ids = False
 
     def __init__(
-        self, id: str, model: str, tokenizer: Tokenizer | None, body: ResponsesBody, names_ids: bool = False
+        self, id: str, model: str, tokenizer: Tokenizer | None, body: ResponsesBody, tokens_as_ids: bool = False
     ) -> None:
-        self.names_ids = names_ids  # log probabilities name tokens by id
+        self.tokens_as_ids = tokens_as_ids  # log probabilities name tokens by id
         self.id = id
         self.model = model
         self.tokenizer = tokenizer
@@ -171,7 +171,7 @@ class ResponsesFormatter:
         response = self._response("queued", [], {})
         return self._event("response.created", response=response) + self._event("response.queued", response=response)
 
-    def opening(self, choice: Choice, extras: Json) -> bytes:
+    def first_chunk(self, choice: Choice, extras: Json) -> bytes:
         response = self._response("in_progress", [], {})
         created = b"" if self.is_background else self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
@@ -180,26 +180,26 @@ class ResponsesFormatter:
         """The response before its end, without output items."""
         return self._response(status, [], {})
 
-    def piece(self, choice: Choice, piece: ChoiceDelta, extras: Json) -> bytes:
+    def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
         # Deltas of the open function call come before all else.
-        data = b"".join(self._call(call) for call in takewhile(continues_call, piece.calls))
-        if piece.reasoning:
+        data = b"".join(self._call(call) for call in takewhile(continues_call, delta.calls))
+        if delta.reasoning:
             data += self._begin("reasoning")
-            self._text += piece.reasoning
-            data += self._delta("response.reasoning_text.delta", content_index=0, delta=piece.reasoning)
-        if piece.text:
+            self._text += delta.reasoning
+            data += self._delta("response.reasoning_text.delta", content_index=0, delta=delta.reasoning)
+        if delta.text:
             data += self._begin("message")
-            self._text += piece.text
-            found = [spelled_logprob(self.tokenizer, one, self.names_ids) for one in piece.of_text]
+            self._text += delta.text
+            found = [spelled_logprob(self.tokenizer, one, self.tokens_as_ids) for one in delta.text_logprobs]
             self._logprobs += found
-            data += self._delta("response.output_text.delta", content_index=0, delta=piece.text, logprobs=found)
-        data += b"".join(self._call(call) for call in dropwhile(continues_call, piece.calls))
-        if piece.reason is not None:
-            self._reason = piece.reason
-            data += self._end_item("incomplete" if piece.reason == "length" else "completed")
+            data += self._delta("response.output_text.delta", content_index=0, delta=delta.text, logprobs=found)
+        data += b"".join(self._call(call) for call in dropwhile(continues_call, delta.calls))
+        if delta.reason is not None:
+            self._reason = delta.reason
+            data += self._end_item("incomplete" if delta.reason == "length" else "completed")
         return data
 
-    def closing(self, extras: Json) -> bytes:
+    def last_chunk(self, extras: Json) -> bytes:
         status = "incomplete" if self._reason == "length" else "completed"
         return self._end(status, f"response.{status}", extras)
 
@@ -207,14 +207,14 @@ class ResponsesFormatter:
         """The last event of a cancelled response. OpenAI has no event for it: the status of response.failed says so."""
         return self._end("cancelled", "response.failed", {})
 
-    def whole(self, choices: Sequence[Choice], extras: Json) -> Json:
-        """The whole response, with the same items as a stream."""
+    def full_response(self, choices: Sequence[Choice], extras: Json) -> Json:
+        """The full_response response, with the same items as a stream."""
         choice = choices[0]
         if choice.reasoning:
             self._items.append(self._item("reasoning", choice.reasoning))
         if choice.text or not choice.calls:
             shown = choice.text_logprobs
-            self._logprobs = [spelled_logprob(self.tokenizer, found, self.names_ids) for found in shown]
+            self._logprobs = [spelled_logprob(self.tokenizer, found, self.tokens_as_ids) for found in shown]
             self._items.append(self._item("message", choice.text))
         for call in choice.calls:
             function = call["function"]
@@ -226,7 +226,7 @@ class ResponsesFormatter:
         self.output = _continued(self._items)
         return self._response(status, self._items, extras)
 
-    def error(self, body: Json) -> bytes:
+    def error_chunk(self, body: Json) -> bytes:
         error = body["error"]
         if self.is_background:
             code = "rate_limit_exceeded" if error["code"] in _REFUSALS else "server_error"
@@ -270,7 +270,7 @@ class ResponsesFormatter:
             return b""
         kind, text, item = self._open, self._text, self._items[-1]
         more = {name: item[name] for name in ("name", "call_id") if name in item}
-        whole = {**self._item(kind, text, **more), "id": item["id"], "status": status}
+        full_response = {**self._item(kind, text, **more), "id": item["id"], "status": status}
         if kind == "function_call":
             data = self._delta("response.function_call_arguments.done", arguments=text, name=item["name"])
         else:
@@ -278,9 +278,9 @@ class ResponsesFormatter:
                 ("output_text", {"logprobs": self._logprobs}) if kind == "message" else ("reasoning_text", {})
             )
             data = self._delta(f"response.{name}.done", content_index=0, text=text, **logprobs)
-            data += self._delta("response.content_part.done", content_index=0, part=whole["content"][0])
-        data += self._event("response.output_item.done", output_index=len(self._items) - 1, item=whole)
-        self._items[-1] = whole
+            data += self._delta("response.content_part.done", content_index=0, part=full_response["content"][0])
+        data += self._event("response.output_item.done", output_index=len(self._items) - 1, item=full_response)
+        self._items[-1] = full_response
         self._open, self._text, self._logprobs = None, "", []
         return data
 

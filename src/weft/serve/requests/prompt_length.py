@@ -10,13 +10,13 @@ TokenIds = list[int]
 MOST_DESCRIBED = 1_000_000  # prompt log probabilities in one answer: about 50 MB
 
 
-def kept_tokens(body: SamplingBody, max_tokens: int | None, facts: EngineInfo) -> int:
+def kept_tokens(body: SamplingBody, max_tokens: int | None, info: EngineInfo) -> int:
     """The number of prompt tokens that truncation keeps; 0: no truncation."""
     most = body.truncate_prompt_tokens
     if most is None:
         return 0
     if most == -1:
-        return max(1, facts.max_model_len - max(1, max_tokens or 1))
+        return max(1, info.max_model_len - max(1, max_tokens or 1))
     if most < 1:
         raise RequestError(f"truncate_prompt_tokens={most} must be at least 1, or -1 for all that there is room for")
     return most
@@ -37,9 +37,9 @@ def prompt_field(body: SamplingBody) -> str:
     return "messages" if isinstance(body, ChatBody) else "prompt"
 
 
-def check_length(prompt_tokens: int, max_tokens: int | None, facts: EngineInfo, field: str) -> None:
-    if prompt_tokens + (max_tokens or 1) > facts.max_model_len:
-        raise too_long(prompt_tokens, max_tokens, facts, field)
+def check_length(prompt_tokens: int, max_tokens: int | None, info: EngineInfo, field: str) -> None:
+    if prompt_tokens + (max_tokens or 1) > info.max_model_len:
+        raise too_long(prompt_tokens, max_tokens, info, field)
 
 
 def check_described(prompts: list[TokenIds], params: SamplingParams) -> None:
@@ -57,13 +57,13 @@ def check_described(prompts: list[TokenIds], params: SamplingParams) -> None:
         )
 
 
-def too_long(prompt_tokens: int, max_tokens: int | None, facts: EngineInfo, field: str) -> ApiError:
-    alone = max_tokens is None or prompt_tokens >= facts.max_model_len
+def too_long(prompt_tokens: int, max_tokens: int | None, info: EngineInfo, field: str) -> ApiError:
+    alone = max_tokens is None or prompt_tokens >= info.max_model_len
     wanted = f"{prompt_tokens} tokens" if alone else f"{prompt_tokens} tokens and asks for {max_tokens} more"
     # Clients recognise the first sentence, which OpenAI and other servers send too.
     return ApiError(
         400,
-        f"This model's maximum context length is {facts.max_model_len} tokens. However, the prompt has {wanted}: "
+        f"This model's maximum context length is {info.max_model_len} tokens. However, the prompt has {wanted}: "
         "shorten the prompt or lower max_tokens",
         param=field if alone else "max_tokens",
         code="context_length_exceeded",

@@ -1,4 +1,4 @@
-"""Turns a request body into a Call: checks all of it, and encodes the prompt to token ids."""
+"""RequestParser: turns a request body into a ParsedRequest. Checks all of it, and encodes the prompt to token ids."""
 
 import asyncio
 import math
@@ -14,7 +14,6 @@ from weft.engine.executor import TokenLogprobs
 from weft.engine.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, Thoughts
 from weft.engine.pooling import check_dimensions, pooling_params
 from weft.errors import RequestError
-from weft.serve.endpoints.response_generator import TTFT_HEADER, ParsedRequest
 from weft.serve.engines.messages import EngineInfo
 from weft.serve.engines.submitted_request import EnginePrompt
 from weft.serve.errors import ApiError
@@ -34,6 +33,7 @@ from weft.serve.protocols.openai_bodies import (
 )
 from weft.serve.protocols.openai_bodies import sampling_params as params_of
 from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter, as_chat
+from weft.serve.requests.parsed_request import TTFT_HEADER, ParsedRequest
 from weft.serve.requests.prompt_length import (
     TokenIds,
     check_described,
@@ -58,7 +58,7 @@ class RequestContext(NamedTuple):
 
     tenant: str  # derived from the API key
     salt: str  # keeps its cached prefixes apart from other tenants'
-    wanted: LatencyTargets
+    targets: LatencyTargets
     arrival: float
     request_id: str
     size: int  # bytes of the body: an upper bound of the work on it, which goes to another thread if large
@@ -77,10 +77,10 @@ class RequestParser:
     pooling: str = "last"  # how the model's hidden states become an embedding
     fingerprint: str | None = None  # hash of the model path, the engine options and weft's version
     max_logprobs: int = MAX_LOGPROBS  # most alternatives per token that a request may ask for
-    names_ids: bool = False  # logprobs name tokens by id, unless the request says otherwise
+    tokens_as_ids: bool = False  # logprobs name tokens by id, unless the request says otherwise
     includes_usage: bool = False  # every stream ends with a usage chunk
 
-    async def completion(self, body: CompletionBody, caller: RequestContext, facts: EngineInfo) -> ParsedRequest:
+    async def completion(self, body: CompletionBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
         if body.suffix:
             raise RequestError("suffix: this server cannot fill in between two texts; leave it out")
         shown = body.n or 1
@@ -92,8 +92,8 @@ class RequestParser:
         generates = body.max_tokens != 0
         if not generates and not body.echo:
             raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1, or echo must be true")
-        keeps = kept_tokens(body, body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS, facts)
-        prompts = await self._read(body, sampled, facts, keeps)
+        keeps = kept_tokens(body, body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS, info)
+        prompts = await self._read(body, sampled, info, keeps)
         prompts = [truncate_prompt(ids, body, keeps) for ids in prompts]
         describes = body.logprobs if body.echo else None  # logprobs for the prompt's tokens too
         params = params_of(
@@ -105,13 +105,13 @@ class RequestParser:
             prompt_logprobs=body.prompt_logprobs if describes is None else max(describes, body.prompt_logprobs or 0),
         )
         echoed = [(ids, await self._text(ids) if body.echo else "") for ids in prompts]
-        format = CompletionFormatter(
-            f"cmpl-{caller.request_id}",
+        formatter = CompletionFormatter(
+            f"cmpl-{context.request_id}",
             self.model,
             self.texts.tokenizer,
             logprobs=body.logprobs,
             token_ids=bool(body.return_token_ids),
-            names_ids=self._names_ids(body),
+            tokens_as_ids=self._tokens_as_ids(body),
             fingerprint=self.fingerprint,
             prompts=echoed,
             per_prompt=sampled,
@@ -127,39 +127,41 @@ class RequestParser:
                 Choice(number * sampled + index, self.texts.tokenizer, ids, params, prompt_logprobs=shared)
                 for index in range(sampled)
             ]
-        return await self._call(body, caller, facts, prompts, params, choices, format)
+        return await self._call(body, context, info, prompts, params, choices, formatter)
 
-    async def embedding(self, body: PoolingBody, caller: RequestContext, facts: EngineInfo) -> ParsedRequest:
+    async def embedding(self, body: PoolingBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
         """A call that pools its prompts: for embeddings, scores or reranking."""
         if not self.pooling:
             raise RequestError(f"{self.model} pools in a way that is not supported: its 1_Pooling/config.json says how")
         if isinstance(body, EmbeddingsBody):
-            check_dimensions(body.dimensions or None, facts.hidden_size)
+            check_dimensions(body.dimensions or None, info.hidden_size)
         completion = body.completion()
-        keeps = kept_tokens(completion, 1, facts)
+        keeps = kept_tokens(completion, 1, info)
         try:
-            prompts = [truncate_prompt(ids, completion, keeps) for ids in await self._read(completion, 1, facts, keeps)]
+            prompts = [truncate_prompt(ids, completion, keeps) for ids in await self._read(completion, 1, info, keeps)]
         except RequestError as error:
             raise ApiError(400, str(error), param=body.field) from None
         params = pooling_params(self.pooling)
-        format = body.format(f"embd-{caller.request_id}", self.model)
+        formatter = body.formatter(f"embd-{context.request_id}", self.model)
         choices: list[Choice] = [EmbeddingChoice(index, None, ids, params) for index, ids in enumerate(prompts)]
-        return await self._call(completion, caller, facts, prompts, params, choices, format)
+        return await self._call(completion, context, info, prompts, params, choices, formatter)
 
-    async def response(self, body: ResponsesBody, caller: RequestContext, facts: EngineInfo) -> ParsedRequest:
+    async def response(self, body: ResponsesBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
         """A chat call with the answer format of /v1/responses."""
-        format = ResponsesFormatter(f"resp_{caller.request_id}", self.model, self.texts.tokenizer, body, self.names_ids)
-        chat = await self.texts.aside(caller.size, lambda: as_chat(body))
-        call = await self.chat(chat, caller, facts, format)
-        call.includes_usage = True  # the last event carries the usage
-        return call
+        formatter = ResponsesFormatter(
+            f"resp_{context.request_id}", self.model, self.texts.tokenizer, body, self.tokens_as_ids
+        )
+        chat = await self.texts.run_in_thread(context.size, lambda: as_chat(body))
+        parsed = await self.chat(chat, context, info, formatter)
+        parsed.includes_usage = True  # the last event carries the usage
+        return parsed
 
     async def chat(
         self,
         body: ChatBody,
-        caller: RequestContext,
-        facts: EngineInfo,
-        format: Formatter | None = None,
+        context: RequestContext,
+        info: EngineInfo,
+        formatter: Formatter | None = None,
         *,
         fits: bool = False,
     ) -> ParsedRequest:
@@ -172,9 +174,9 @@ class RequestParser:
         if most == 0:
             raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1")
         tools = ToolChoice.of(body)
-        ids, text = await self._chat_prompt(body, caller.size, tools, most, facts)
+        ids, text = await self._chat_prompt(body, context.size, tools, most, info)
         if fits and most is not None:
-            most = max(1, min(most, facts.max_model_len - len(ids)))
+            most = max(1, min(most, info.max_model_len - len(ids)))
         special: dict[str, Any] = {"max_tokens": most, "logprobs": None}
         if body.logprobs:
             special["logprobs"] = body.top_logprobs or 0
@@ -184,13 +186,13 @@ class RequestParser:
         params = self._or_calls(params_of(body, self.defaults, **special), tools)
         end = text[-32:]
         params = self._behind_thoughts(params, end, begun)
-        format = format or ChatFormatter(
-            f"chatcmpl-{caller.request_id}",
+        formatter = formatter or ChatFormatter(
+            f"chatcmpl-{context.request_id}",
             self.model,
             self.texts.tokenizer,
             logprobs=bool(body.logprobs),
             token_ids=bool(body.return_token_ids),
-            names_ids=self._names_ids(body),
+            tokens_as_ids=self._tokens_as_ids(body),
             fingerprint=self.fingerprint,
             prompt=ids,
             prompt_logprobs=body.prompt_logprobs is not None,
@@ -206,19 +208,19 @@ class RequestParser:
             single = not tools.parallel
             choice = Choice(index, self.texts.tokenizer, ids, params, reasoning=reasoning, tools=parser, single=single)
             choices.append(choice)
-        return await self._call(body, caller, facts, [ids], params, choices, format)
+        return await self._call(body, context, info, [ids], params, choices, formatter)
 
-    async def rendered(self, body: ChatBody, size: int, facts: EngineInfo) -> tuple[str, TokenIds]:
-        """The prompt of a chat, as text and as token ids. `size` is Caller.size."""
+    async def render_chat(self, body: ChatBody, size: int, info: EngineInfo) -> tuple[str, TokenIds]:
+        """The prompt of a chat, as text and as token ids. `size` is RequestContext.size."""
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        ids, text = await self._chat_prompt(body, size, ToolChoice.of(body), most, facts)
+        ids, text = await self._chat_prompt(body, size, ToolChoice.of(body), most, info)
         return (text if body.truncate_prompt_tokens is None else await self._text(ids, special=True)), ids
 
     async def _chat_prompt(
-        self, body: ChatBody, size: int, tools: ToolChoice, max_tokens: int | None, facts: EngineInfo
+        self, body: ChatBody, size: int, tools: ToolChoice, max_tokens: int | None, info: EngineInfo
     ) -> tuple[TokenIds, str]:
         """Token ids of the prompt, truncated if asked for, and the prompt text before truncation."""
-        keeps = kept_tokens(body, max_tokens, facts)
+        keeps = kept_tokens(body, max_tokens, info)
         options: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             options.setdefault("reasoning_effort", body.reasoning_effort)
@@ -234,7 +236,7 @@ class RequestParser:
                 "add_generation_prompt": body.add_generation_prompt is not False and not continues,
             },
             continues=continues,
-            most=None if keeps else facts.max_model_len,
+            most=None if keeps else info.max_model_len,
         )
         return truncate_prompt(ids, body, keeps), text
 
@@ -247,9 +249,9 @@ class RequestParser:
             return params
         return replace(params, structured_outputs=replace(params.structured_outputs, calls=calls))
 
-    def _names_ids(self, body: SamplingBody) -> bool:
+    def _tokens_as_ids(self, body: SamplingBody) -> bool:
         own = body.return_tokens_as_token_ids
-        return self.names_ids if own is None else own
+        return self.tokens_as_ids if own is None else own
 
     def _behind_thoughts(self, params: SamplingParams, prompt_end: str, begun: str | None) -> SamplingParams:
         """Lets a reasoning model think freely first. The structure applies after its reasoning."""
@@ -262,8 +264,8 @@ class RequestParser:
         thoughts = Thoughts(style.start, style.end, place.open)
         return replace(params, structured_outputs=replace(params.structured_outputs, behind=thoughts))
 
-    async def chat_ids(self, body: TokenizeBody, size: int) -> TokenIds:
-        """Token ids that a chat with these messages would send to the model. `size` is Caller.size."""
+    async def chat_token_ids(self, body: TokenizeBody, size: int) -> TokenIds:
+        """Token ids that a chat with these messages would send to the model. `size` is RequestContext.size."""
         messages, options = body.messages or [], dict(body.chat_template_kwargs or {})
         continues = _continues(body)
         options.update(
@@ -274,12 +276,12 @@ class RequestParser:
     async def _call(
         self,
         body: SamplingBody,
-        caller: RequestContext,
-        facts: EngineInfo,
+        context: RequestContext,
+        info: EngineInfo,
         prompts: list[TokenIds],
         params: SamplingParams,
         choices: list[Choice],
-        format: Formatter,
+        formatter: Formatter,
     ) -> ParsedRequest:
         if params.stop_strings and self.texts.tokenizer is None:
             raise RequestError(
@@ -287,32 +289,32 @@ class RequestParser:
             )
         if params.structured_outputs is not None:
             await self._check_structure(body, params.structured_outputs)
-        params.check_vocabulary(facts.vocab_size)
+        params.check_vocabulary(info.vocab_size)
         _check_logprobs(params, self.max_logprobs, "top_logprobs" if isinstance(body, ChatBody) else "logprobs")
         for ids in prompts:
-            check_length(len(ids), params.max_tokens if says_length(body) else None, facts, prompt_field(body))
-        wishes = _wishes(body, caller, facts)
-        salt = caller.salt + (body.cache_salt or "")
+            check_length(len(ids), params.max_tokens if says_length(body) else None, info, prompt_field(body))
+        wishes = _wishes(body, context, info)
+        salt = context.salt + (body.cache_salt or "")
         engine_params = replace(params, stop=None)  # the API process looks for stop strings
         promise = Promise()
-        if facts.has_targets and not wishes.batch:
+        if info.has_targets and not wishes.batch:
             own = (_seconds(wishes.ttft_target_ms), _seconds(wishes.gap_target_ms))
             constrained = params.structured_outputs is not None
-            promise = facts.targets.promise(max(map(len, prompts)), *own, constrained)
+            promise = info.targets.promise(max(map(len, prompts)), *own, constrained)
         check_described(prompts, params)
         return ParsedRequest(
-            format=format,
+            formatter=formatter,
             prompts=[EnginePrompt(np.array(ids, np.int32).tobytes(), engine_params, wishes, salt) for ids in prompts],
             prompt_tokens=[len(ids) for ids in prompts],
             choices=choices,
-            arrival=caller.arrival,
+            arrival=context.arrival,
             max_tokens=params.max_tokens,
             promise=promise,
             stream=bool(body.stream),
             includes_usage=body.includes_usage or self.includes_usage,
             counts_always=body.counts_always,
             may_be_large=any(one is not None for one in (params.logprobs, params.prompt_logprobs, params.pooling)),
-            headers=_promised(promise) if facts.has_targets or not any(caller.wanted) else [NOT_PROMISED],
+            headers=_promised(promise) if info.has_targets or not any(context.targets) else [NOT_PROMISED],
         )
 
     async def _check_structure(self, body: SamplingBody, structure: StructuredOutputs) -> None:
@@ -321,7 +323,7 @@ class RequestParser:
         except RequestError as error:
             raise ApiError(400, str(error), param=structure_field(body)) from None
 
-    async def _read(self, body: CompletionBody, n: int, facts: EngineInfo, keeps: int) -> list[TokenIds]:
+    async def _read(self, body: CompletionBody, n: int, info: EngineInfo, keeps: int) -> list[TokenIds]:
         """The prompts of a completion: text, token ids, or a list of either."""
         prompt = body.prompt
         every = [prompt] if isinstance(prompt, str) or (prompt and _is_number(prompt[0])) else prompt
@@ -335,24 +337,24 @@ class RequestParser:
         found = []
         characters = 0
         for one in every:
-            found.append(await self._ids(one, body, facts, keeps))
+            found.append(await self._ids(one, body, info, keeps))
             characters += len(one) if isinstance(one, str) else 0
             if characters > SHORT:  # short texts are encoded on the event loop: let other tasks run
                 characters = 0
                 await asyncio.sleep(0)
         return found
 
-    async def _ids(self, prompt: Any, body: CompletionBody, facts: EngineInfo, keeps: int) -> TokenIds:
+    async def _ids(self, prompt: Any, body: CompletionBody, info: EngineInfo, keeps: int) -> TokenIds:
         if isinstance(prompt, str):
-            most = None if keeps else facts.max_model_len
+            most = None if keeps else info.max_model_len
             ids = await self.texts.encode(prompt, body.add_special_tokens is not False, most)
             if not ids:
                 raise RequestError("prompt is empty: at least one token is needed to predict the next one")
             return ids
         elif isinstance(prompt, list) and keeps and len(prompt) > keeps:
-            return await self._ids(truncate_prompt(prompt, body, keeps), body, facts, keeps)
-        elif isinstance(prompt, list) and len(prompt) >= facts.max_model_len:
-            raise too_long(len(prompt), None, facts, "prompt")  # before checking each of perhaps a million tokens
+            return await self._ids(truncate_prompt(prompt, body, keeps), body, info, keeps)
+        elif isinstance(prompt, list) and len(prompt) >= info.max_model_len:
+            raise too_long(len(prompt), None, info, "prompt")  # before checking each of perhaps a million tokens
         elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # excludes bool, a subclass of int
             ids = prompt
         else:
@@ -360,13 +362,15 @@ class RequestParser:
         if not ids:
             raise RequestError("prompt is empty: at least one token is needed to predict the next one")
         for token in (min(ids), max(ids)):
-            if not 0 <= token < facts.vocab_size:
-                raise RequestError(f"prompt names token id {token}, outside 0..{facts.vocab_size - 1}")
+            if not 0 <= token < info.vocab_size:
+                raise RequestError(f"prompt names token id {token}, outside 0..{info.vocab_size - 1}")
         return ids
 
     async def _text(self, ids: TokenIds, special: bool = False) -> str:
-        tokenizer = self.texts.needed()
-        return await self.texts.aside(4 * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=not special))
+        tokenizer = self.texts.require_tokenizer()
+        return await self.texts.run_in_thread(
+            4 * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=not special)
+        )
 
 
 def _continues(body: ChatBody | TokenizeBody) -> bool:
@@ -385,15 +389,15 @@ def _text_of(message: Json) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _wishes(body: SamplingBody, caller: RequestContext, facts: EngineInfo) -> Wishes:
+def _wishes(body: SamplingBody, context: RequestContext, info: EngineInfo) -> Wishes:
     batch = body.service_tier == "flex"
-    ttft_ms, gap_ms = caller.wanted
+    ttft_ms, gap_ms = context.targets
     if batch and (ttft_ms or gap_ms):
         raise RequestError("service_tier=flex is promised nothing: leave the x-slo headers out")
-    if not facts.has_targets:
+    if not info.has_targets:
         ttft_ms = gap_ms = None  # response headers tell the client so (NOT_PROMISED)
     # `priority` and `user` only order requests of the same API key. Fairness decides between API keys.
-    return Wishes(0, caller.tenant, body.priority or 0, batch, gap_ms, ttft_ms, body.user or "")
+    return Wishes(0, context.tenant, body.priority or 0, batch, gap_ms, ttft_ms, body.user or "")
 
 
 def _promised(promise: Promise) -> list[tuple[bytes, bytes]]:

@@ -31,8 +31,8 @@ TOO_MUCH = (
 
 
 class TemplateCheckResult(msgspec.Struct):
-    broken: str | None = None  # why no chat can be rendered
-    refused: str | None = None  # why the greeting was not rendered; other chats may be
+    broken: str | None = None  # why no chat can be render_chat
+    refused: str | None = None  # why the greeting was not render_chat; other chats may be
 
 
 class TemplateCheck:

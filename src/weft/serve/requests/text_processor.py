@@ -39,7 +39,7 @@ class TextProcessor:
         self._info: dict[str, Any] | None = None
         self._running = 0  # busy threads
 
-    async def aside(self, size: int, work: Callable[[], T]) -> T:
+    async def run_in_thread(self, size: int, work: Callable[[], T]) -> T:
         """Runs `work` on `size` characters: here if it is short, else in another thread."""
         if size <= SHORT:
             return work()
@@ -56,9 +56,9 @@ class TextProcessor:
 
     async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Token ids of a text. A text that is sure to exceed `most` tokens is refused before encoding."""
-        tokenizer = self.needed()
+        tokenizer = self.require_tokenizer()
         _check_size(text, most, tokenizer, "prompt")
-        return await self.aside(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+        return await self.run_in_thread(len(text), lambda: tokenizer.encode(text, add_special_tokens))
 
     async def encode_chat(
         self,
@@ -69,11 +69,11 @@ class TextProcessor:
         continues: bool = False,
         most: int | None = None,
     ) -> tuple[list[int], str]:
-        """Token ids and text of a rendered conversation. `size` is the size of the request body in bytes.
+        """Token ids and text of a render_chat conversation. `size` is the size of the request body in bytes.
 
         With `continues`, the prompt ends inside the last message, and the model continues it.
         """
-        tokenizer = self.needed()
+        tokenizer = self.require_tokenizer()
 
         def work() -> tuple[list[int], str]:
             if size > LARGE:
@@ -83,9 +83,9 @@ class TextProcessor:
             _check_size(text, most, tokenizer, "messages")
             return tokenizer.encode(text, add_special_tokens=False), text
 
-        return await self.aside(size, work)
+        return await self.run_in_thread(size, work)
 
-    def needed(self) -> Tokenizer:
+    def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(f"prompt: the model {self.path.name} has no tokenizer.json: send token ids")
         return self.tokenizer

@@ -1,0 +1,35 @@
+"""ParsedRequest: a checked request, ready to be submitted to an engine."""
+
+import math
+from dataclasses import dataclass, field
+
+from weft.core import Promise
+from weft.serve.engines.submitted_request import EnginePrompt
+from weft.serve.output.choice import Choice
+from weft.serve.protocols.formatter import Formatter
+
+TTFT_HEADER = b"x-slo-ttft-ms"
+
+
+@dataclass
+class ParsedRequest:
+    """A checked request: the prompts for the engine, and the format of the answer."""
+
+    formatter: Formatter
+    prompts: list[EnginePrompt]
+    prompt_tokens: list[int]  # of each prompt
+    choices: list[Choice]
+    arrival: float
+    max_tokens: int | None
+    promise: Promise
+    stream: bool = False
+    includes_usage: bool = False
+    counts_always: bool = False  # every chunk has the usage so far
+    counts_first: bool = False  # the opening chunk has the usage so far
+    is_background: bool = False  # goes on after the client has disconnected
+    may_be_large: bool = False  # the answer has log probabilities or embeddings
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+def finite(seconds: float) -> float | None:
+    return None if seconds == math.inf else seconds
