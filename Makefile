@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: serve chat test clients clean
+.PHONY: serve chat test test-long clients clean
 
 serve: .venv/.chat
 	$(BIN)/weft serve
@@ -16,6 +16,10 @@ test: .venv/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
+
+# Every test at full strength: all examples of the property tests, and the tests marked `long`.
+test-long: .venv/.test
+	$(BIN)/pytest -n 2 -m "not clients" --hypothesis-profile=long
 
 # Real clients against a real server, in an environment of their own. Needs Node.js 20 or newer for two of them.
 clients: .venv/.test .venv-clients/.installed

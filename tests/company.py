@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from tests.strength import QUICK_PART, is_long
 from weft.core import Coefficients, CostModel, Policy, State, chunked, slo
 from weft.engine.loop import Loop
 from weft.engine.stream import Standing, Stream
@@ -118,6 +119,21 @@ def play(
 
 
 RARE = ("preemptions", "prefix hits", "mid-prefill aborts", "aborts with a step in flight")
+
+
+def repeat_until(enough: Callable[[], bool], draw: Callable[[], None], rounds: int = 5) -> None:
+    """Draws examples again until `enough`: what is rare is rarer in some batches of examples than in others.
+
+    `rounds` counts batches of the long run; the default run draws as many examples in more and smaller batches.
+    """
+    for _ in range(rounds if is_long() else rounds * QUICK_PART):
+        draw()
+        if enough():
+            return
+
+
+def has_really_happened(seen: Counter[str]) -> bool:
+    return all(seen[what] >= 5 for what in RARE)
 
 
 def assert_it_really_happened(seen: Counter[str]) -> None:

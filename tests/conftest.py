@@ -1,8 +1,11 @@
-"""Settings for all tests: one thread for tensor operations, which are tiny here, a CPU that does not lie, and kernels
-in Triton's interpreter where there is no GPU."""
+"""Settings for all tests: one thread for tensor operations, which are tiny here; a CPU that does not lie; kernels in
+Triton's interpreter where there is no GPU; how many examples property tests draw.
+"""
 
 import os
 import signal
+
+from hypothesis import settings
 
 from weft.engine.cpu import prepare_cpu
 
@@ -15,3 +18,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # now: Triton looks while it is imported, which others do as well
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it for what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests start shall hear of Ctrl-C
+
+# `--hypothesis-profile=long` chooses the other one. Numbers of examples that differ from these: tests/strength.py.
+settings.register_profile("long", max_examples=100, deadline=None)
+settings.register_profile("quick", max_examples=20, deadline=None)
+settings.load_profile("quick")

@@ -5,7 +5,17 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 
-from tests.company import BLOCK, RARE, Arrival, Case, assert_it_really_happened, cases, play
+from tests.company import (
+    BLOCK,
+    Arrival,
+    Case,
+    assert_it_really_happened,
+    cases,
+    has_really_happened,
+    play,
+    repeat_until,
+)
+from tests.strength import examples
 from tests.toy import ReluctantExecutor, ToyExecutor, ToyMatcher, solo, toy_loop, toy_stream
 from weft.engine.stream import Stream
 
@@ -32,7 +42,7 @@ def test_company_never_changes_tokens(executor: type[ToyExecutor]) -> None:
     seen: Counter[str] = Counter()
     streams: list[Stream] = []
 
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=examples(500), deadline=None)
     @given(cases)
     def plays(case: Case) -> None:
         loop = toy_loop(
@@ -56,11 +66,10 @@ def test_company_never_changes_tokens(executor: type[ToyExecutor]) -> None:
         seen["refused decodes"] += getattr(loop.executor, "refusals", 0)
         loop.close()
 
-    for _ in range(5):  # rare things are rarer in some batches of examples than in others, and on a busy machine
-        plays()
-        preempted = sum(stream.request.preemptions for stream in streams if stream.request.constrained)
-        if preempted >= 5 and min(seen[what] for what in RARE) >= 5:
-            break
+    def preempted() -> int:
+        return sum(stream.request.preemptions for stream in streams if stream.request.constrained)
+
+    repeat_until(lambda: preempted() >= 5 and has_really_happened(seen), plays)
     assert_it_really_happened(seen)
-    assert preempted >= 5, "masks are computed in threads: constrained requests may have run alone"
-    assert (seen["refused decodes"] > 1000) == (executor is ReluctantExecutor)
+    assert preempted() >= 5, "masks are computed in threads: constrained requests may have run alone"
+    assert (seen["refused decodes"] > examples(1000)) == (executor is ReluctantExecutor)

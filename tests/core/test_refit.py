@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.strength import examples
 from weft.core import Coefficients, CostModel, StepShape
 from weft.core.refit import APART, REACH, SAMPLES, WINDOW, Refit, Reservoir, fit_multipliers
 from weft.core.shape import with_slice
@@ -99,7 +100,7 @@ def test_single_coefficients_that_are_off_are_learnt(seed: int, hiccups: float) 
     assert max(learnt) < max(unlearnt_errors)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     prefills=st.sampled_from([0.01, 0.1, 0.5, 0.95]),
@@ -118,7 +119,7 @@ def test_without_noise_nothing_changes_at_all() -> None:
     assert cost.coefficients is MODEL
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(seed=st.integers(0, 1000), factor=st.sampled_from([0.5, 0.8, 1.25, 3.0]))
 def test_a_factor_common_to_all_is_folded_in_and_nothing_else_moves(seed: int, factor: float) -> None:
     cost = CostModel(MODEL)
@@ -202,7 +203,7 @@ def test_multipliers_stay_within_reason_whatever_was_measured(
     assert (found <= common * APART * 1.001).all()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=8), st.integers(0, 100))
 def test_whatever_the_machine_does_coefficients_stay_within_reach(speeds: list[float], seed: int) -> None:
     refit = Refit(MODEL)

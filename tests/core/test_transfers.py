@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.test_scheduler import prompt
+from tests.strength import examples
 from tests.toy import advance, solo, toy_loop, toy_stream
 from weft.core.prefix import NamedBlocks
 from weft.engine.hashing import prompt_hashes, root_hash
@@ -115,7 +116,7 @@ def test_a_transfer_that_fails_gives_its_blocks_back() -> None:
     scheduler.check_integrity()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 5)), max_size=40))
 def test_transfers_beside_requests_lose_no_block_and_change_no_token(script: list[tuple[str, int]]) -> None:
     loop = toy_loop(num_blocks=20, block_size=BLOCK)

@@ -9,8 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.company import BLOCK, Arrival, Case, assert_it_really_happened, cases, play
+from tests.company import (
+    BLOCK,
+    Arrival,
+    Case,
+    assert_it_really_happened,
+    cases,
+    has_really_happened,
+    play,
+    repeat_until,
+)
 from tests.engine.tiny import tiny_directory, write_letters
+from tests.strength import examples
 from weft.core import Scheduler
 from weft.engine.cpu_executor import CpuExecutor
 from weft.engine.hashing import prompt_hashes, root_hash
@@ -99,7 +109,7 @@ def test_company_never_changes_tokens(model: CausalLM, path: Path) -> None:
         loop.close()
         return stream.output
 
-    @settings(max_examples=350, deadline=None)  # enough for the rare things below to happen
+    @settings(max_examples=examples(350), deadline=None)  # enough for the rare things below to happen
     @given(cases)
     def plays(case: Case) -> None:
         loop = torch_loop(model, case)
@@ -108,12 +118,11 @@ def test_company_never_changes_tokens(model: CausalLM, path: Path) -> None:
         finally:
             loop.close()
 
-    for _ in range(5):  # rare things are rarer in some batches of examples than in others
-        plays()
-        preempted = sum(stream.request.preemptions for stream in structured)
-        if preempted >= 5:
-            break
+    def preempted() -> int:
+        return sum(stream.request.preemptions for stream in structured)
+
+    repeat_until(lambda: preempted() >= 5 and has_really_happened(seen), plays)
     assert_it_really_happened(seen)
-    assert preempted >= 5
+    assert preempted() >= 5
     for stream in structured:
         assert not set(stream.output[:-1]) & {*ENDS, 60, 61, 62, 63}

@@ -15,8 +15,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from tests.company import BLOCK, Arrival, Case, assert_it_really_happened, cases, play
+from tests.company import (
+    BLOCK,
+    Arrival,
+    Case,
+    assert_it_really_happened,
+    cases,
+    has_really_happened,
+    play,
+    repeat_until,
+)
 from tests.core.test_company import is_constrained, open_stream
+from tests.strength import examples
 from tests.toy import ReluctantExecutor, ToyExecutor, solo, toy_loop, toy_stream
 from weft.core import StepBatch
 from weft.engine.remote import HEADER, RemoteExecutor, serve_executor
@@ -70,7 +80,7 @@ def test_company_never_changes_tokens_behind_a_socket(kind: str) -> None:
     seen: Counter[str] = Counter()
     with far_process() as orders:
 
-        @settings(max_examples=150, deadline=None)
+        @settings(max_examples=examples(450), deadline=None)
         @given(cases)
         def plays(case: Case) -> None:
             loop = toy_loop(
@@ -91,8 +101,7 @@ def test_company_never_changes_tokens_behind_a_socket(kind: str) -> None:
             finally:
                 loop.close()
 
-        for _ in range(3):
-            plays()
+        repeat_until(lambda: has_really_happened(seen), plays)
     assert_it_really_happened(seen)
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.strength import examples
 from weft.engine import sampling
 from weft.engine.executor import SlotSetup
 from weft.engine.params import SamplingParams
@@ -73,7 +74,7 @@ def test_temperature_zero_takes_the_likeliest_also_beside_others() -> None:
     assert (mixed[0], mixed[2]) == (int(values[0].argmax()), int(values[2].argmax()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.integers(0, 50),
     st.integers(0, VOCAB + 5),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.company import Arrival, Case, cases, play
+from tests.company import Arrival, Case, cases, play, repeat_until
 from tests.engine.test_company import ENDS, WISHES, open_stream, torch_loop
 from tests.engine.tiny import tiny_directory, write_letters
+from tests.strength import examples
 from weft.core import BlockUpdates, StepBatch, StepShape
 from weft.engine import wire
 from weft.engine.executor import Executor, StepInputs, StepMasks, StepResult
@@ -84,7 +85,7 @@ def test_steps_that_went_through_bytes_give_the_same_tokens(model: CausalLM, pat
         loop.close()
         return stream.output
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=examples(40), deadline=None)
     @given(cases)
     def plays(case: Case) -> None:
         loop = torch_loop(model, case)
@@ -95,10 +96,7 @@ def test_steps_that_went_through_bytes_give_the_same_tokens(model: CausalLM, pat
             loop.close()
 
     wanted = ("steps", "masks", "set-ups", "log probabilities", "log probabilities of prompts")
-    for _ in range(5):  # rare things are rarer in some batches of examples than in others
-        plays()
-        if min(seen[what] for what in wanted) >= 5:
-            break
+    repeat_until(lambda: all(seen[what] >= 5 for what in wanted), plays)
     for what in wanted:
         assert seen[what] >= 5, f"only {seen[what]} {what}"
 

@@ -7,6 +7,7 @@ from schemathesis.generation import GenerationMode
 from schemathesis.schemas import APIOperation
 
 from tests.serve.running import RunningServer
+from tests.strength import examples
 
 EXAMPLES = 30  # for each operation, of valid and of broken requests
 PATHS = (
@@ -45,7 +46,7 @@ def test_every_operation(server: RunningServer, path: str, mode: GenerationMode)
 
 
 def try_out(operation: APIOperation, mode: GenerationMode) -> None:
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(EXAMPLES), deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict):  # a valid request may ask for all that the model can write: not in a test

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.smooth import SMOOTH
+from tests.strength import examples
 from weft.core import CostModel, Plan, PlannedStep, Scheduler, Targets, slo
 from weft.sim.simulator import Played, Truth, play
 from weft.sim.traces import Arrival, Trace
@@ -58,7 +59,7 @@ def test_a_short_prompt_just_behind_a_huge_one_does_not_wait_for_it() -> None:
     assert longest <= 0.25
 
 
-@pytest.mark.parametrize("gap", [0.015, 0.025, 0.05, 0.1])
+@pytest.mark.parametrize("gap", [0.015, *(pytest.param(gap, marks=pytest.mark.long) for gap in (0.025, 0.05)), 0.1])
 def test_a_tenant_that_sends_twenty_times_as_much_does_not_slow_the_other(gap: float) -> None:
     """The heavy one alone would keep the device busy twice over."""
     rng = np.random.default_rng(0)
@@ -105,7 +106,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     arrivals,
     st.builds(Targets, gap=st.sampled_from([0.015, 0.05]), ttft=st.floats(0.3, 2), ttft_per_1k=st.floats(0, 0.3)),

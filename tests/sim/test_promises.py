@@ -5,10 +5,12 @@ from dataclasses import replace
 from itertools import chain
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.smooth import SMOOTH
+from tests.strength import examples
 from weft.core import Coefficients, CostModel, Plan, PlannedStep, Scheduler, Source, Targets, slo
 from weft.sim.profiles import load_profile
 from weft.sim.simulator import Truth, play
@@ -64,7 +66,7 @@ class Watched(Scheduler):
         return plan
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(traffic("a", 40), targets)
 def test_every_admitted_request_keeps_its_promise_and_no_step_breaks_one(drawn: list[Arrival], wanted: Targets) -> None:
     trace = Trace("drawn", tuple(sorted(drawn, key=lambda arrival: arrival.time)))
@@ -89,7 +91,7 @@ def test_every_admitted_request_keeps_its_promise_and_no_step_breaks_one(drawn: 
     assert not math.isnan(played.ended)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(traffic("abc", 20), targets)
 def test_the_last_to_come_keeps_its_promise_whatever_tenants_it_meets(drawn: list[Arrival], wanted: Targets) -> None:
     trace = Trace("drawn", tuple(sorted(drawn, key=lambda arrival: arrival.time)))
@@ -99,7 +101,8 @@ def test_the_last_to_come_keeps_its_promise_whatever_tenants_it_meets(drawn: lis
     assert played.gaps.size == 0 or played.gaps.max() <= wanted.gap + 1e-9
 
 
-def test_on_a_machine_with_lumps_hardly_a_promise_is_broken_and_by_little() -> None:
+@pytest.mark.parametrize("traces", [25, pytest.param(100, marks=pytest.mark.long)])
+def test_on_a_machine_with_lumps_hardly_a_promise_is_broken_and_by_little(traces: int) -> None:
     """Admission counts with averages of what waves and grains leave unfilled, so it can be wrong; no step can."""
     cost = load_profile("h200-llama-3-8b").coefficients
     assert cost.wave > 0
@@ -107,7 +110,7 @@ def test_on_a_machine_with_lumps_hardly_a_promise_is_broken_and_by_little() -> N
     random = np.random.default_rng(0)
     excess: list[float] = []  # of the promised time to the first token, for all that were admitted
     refused = 0
-    for _ in range(100):
+    for _ in range(traces):
         arrivals = [
             Arrival(
                 float(random.uniform(0, 2)),

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.strength import examples
 from tests.text.conftest import BACKENDS, TEXTS
 from weft.text.detokenizer import StreamDetokenizer
 from weft.text.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ any_cuts = st.lists(st.integers(0, 5), max_size=10)
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "byte_fallback"])
 @given(ids=any_ids, cuts=any_cuts, skip=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_ids_in_any_pieces_give_the_text_of_the_whole(tokenizers, name, ids, cuts, skip):
     tokenizer = tokenizers[name]
     pieces = stream(tokenizer, ids, cuts, skip_special_tokens=skip)
@@ -43,7 +44,7 @@ runs_of_bytes = st.lists(st.tuples(whole | garbage | cut_off, st.integers(0, 100
 
 
 @given(runs=runs_of_bytes, cuts=any_cuts, skip=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_byte_fallback_in_any_pieces_gives_the_text_of_the_whole(tokenizers, runs, cuts, skip):
     tokenizer = tokenizers["byte_fallback"]
     byte_ids = [tokenizer.token_id(f"<0x{byte:02X}>") for byte in range(256)]

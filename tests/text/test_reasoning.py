@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.strength import examples
 from weft.errors import OptionError
 from weft.text.reasoning import Place, ReasoningParser, detect_reasoning, make_reasoning_parser, place_of
 
@@ -46,7 +47,7 @@ pieces = st.lists(
 
 
 @given(pieces, st.booleans(), st.integers(1, 9))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_cuts_do_not_matter(pieces, open, size):
     text = "".join(pieces)
     whole = split(ReasoningParser(open=open), text)

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.strength import examples
 from weft.errors import RequestError
 from weft.text.stops import StopStrings
 
@@ -21,7 +22,7 @@ chunks_and_activity = st.lists(st.tuples(st.text("abc", max_size=5), st.booleans
 
 
 @given(stops=st.lists(few_letters, max_size=4), chunks=chunks_and_activity, include=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_chunks_give_what_the_whole_text_gives(stops, chunks, include):
     text, silent = "", set()
     watch, given_out = StopStrings(stops, include_in_output=include), ""

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.strength import examples
 from weft.errors import OptionError
 from weft.text.tools import TOOL_PARSERS, detect_tool_format, make_tool_parser
 
@@ -204,7 +205,7 @@ fragments = st.sampled_from([*MARKERS, *STARTS, *'<[]{}:,;"\\ \n1', "\\u00", "e9
 
 @pytest.mark.parametrize("format", TOOL_PARSERS)
 @given(st.lists(fragments, max_size=15).map("".join), places)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_nonsense_does_not_depend_on_cuts_and_is_not_lost(format, reply, places):
     content, calls = parse(format, reply)
     assert parse(format, *cut(reply, places)) == parse(format, *reply) == (content, calls)
@@ -216,7 +217,7 @@ def test_nonsense_does_not_depend_on_cuts_and_is_not_lost(format, reply, places)
 @given(
     st.sampled_from([(reply, at) for _, reply, _, _ in EXAMPLES for at in range(len(reply))]), st.characters(), places
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_one_wrong_character_does_no_harm(format, spot, wrong, places):
     reply, at = spot
     reply = reply[:at] + wrong + reply[at + 1 :]

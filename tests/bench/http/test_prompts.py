@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
+from tests.strength import examples
 from weft.bench.http.prompts import LEAST_ATOMS, Atoms, Count, counted, make_asks
 from weft.bench.http.workload import Wish
 from weft.errors import EngineError, OptionError
@@ -106,7 +107,7 @@ def test_a_tokenizer_without_atoms_is_refused(measure: Measure) -> None:
 
 
 @given(kinds, st.integers(1, 3000), st.integers())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_a_text_has_exactly_the_tokens_asked_for(kind: str, more: int, seed: int) -> None:
     atoms = ATOMS[kind]
     tokens = atoms.overhead + more
@@ -123,7 +124,7 @@ def test_a_prompt_too_short_for_the_overhead_is_refused(kind: str) -> None:
 
 
 @given(kinds, st.integers(), st.integers(1, MOONCAKE_BLOCK))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_a_block_is_the_same_for_its_identity_and_a_shorter_one_is_its_beginning(
     kind: str, identity: int, tokens: int
 ) -> None:
@@ -144,7 +145,7 @@ def test_a_block_is_the_same_for_its_identity_and_a_shorter_one_is_its_beginning
     st.integers(4, 5 * MOONCAKE_BLOCK),
     st.integers(4, 5 * MOONCAKE_BLOCK),
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_shared_prefixes_are_common_text_and_counts_are_exact(
     kind: str, shared: list[int], one_ids: list[int], other_ids: list[int], one_tokens: int, other_tokens: int
 ) -> None:
