@@ -98,12 +98,19 @@ def test_a_search_takes_no_more_runs_than_were_told(low: float, high: float) -> 
         assert len(tried) <= 2 + len(middle_rates(low, high))
 
 
-@pytest.mark.parametrize("command", [("interference",), ("ab", *VARIANTS)])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [(("interference",), "--chart"), (("ab", *VARIANTS), "--chart"), (("ab", *VARIANTS), "--html")],
+)
 def test_a_library_for_charts_that_is_missing_is_noticed_first(
-    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: tuple[str, ...],
+    option: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", *command, "--chart", str(tmp_path / "chart.svg")]) == 2
+    assert main(["bench", *command, option, str(tmp_path / "chart.svg")]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err == "weft: a chart needs matplotlib, which is not installed: pip install 'weft[charts]'\n"

@@ -61,7 +61,10 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     add("--json", type=Path, metavar="FILE", help="also write all figures as a JSON object, with vLLM's names")
     add("--save-detailed", action="store_true", help="with --json: every request with the times of its chunks")
     add(
-        "--html", type=Path, metavar="FILE.html", help="also write a report with charts, one file that needs no network"
+        "--html",
+        type=Path,
+        metavar="FILE.html",
+        help="also write a report with charts (needs weft[charts])",
     )
     add("--no-progress", dest="progress", action="store_false", help="no live view")
     parser.set_defaults(run=run)
@@ -155,7 +158,7 @@ def check_folders(arguments: argparse.Namespace) -> None:
             raise OptionError(f"--{name} {file}: there is no folder {file.parent}")
         if file is not None and file.is_dir():
             raise OptionError(f"--{name} {file} is a folder: name a file")
-    if getattr(arguments, "chart", None) is not None:
+    if getattr(arguments, "chart", None) is not None or getattr(arguments, "html", None) is not None:
         from weft.bench.charts import check_charts
 
         check_charts()

@@ -50,7 +50,12 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     add("--repeats", type=int, default=3, metavar="N", help="runs of each (default: 3)")
     add_load_arguments(ab)
     add("--json", type=Path, metavar="FILE", help="also write all runs and ratios")
-    add("--html", type=Path, metavar="FILE.html", help="also write a report with charts, of the first run of each")
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE.html",
+        help="a report of the first run of each (needs weft[charts])",
+    )
     add("--chart", type=Path, metavar="FILE.svg", help="also draw percentiles of all runs (needs weft[charts])")
     add("--no-progress", dest="progress", action="store_false", help="no live view")
     ab.set_defaults(run=run_ab)

@@ -5,6 +5,7 @@ import contextlib
 import io
 import math
 from collections.abc import AsyncIterator, Callable
+from html import unescape
 from typing import Any
 
 import pytest
@@ -161,9 +162,9 @@ def test_waiting_for_a_place_is_no_lag_anywhere() -> None:
     assert "client lag p50 2.0 ms" in " ".join(shown.export_text().split())
     found = told([made])
     found["requests"][0]["free"] = made.free
-    text = html_report([("one", found)], "x")
-    assert "waiting for --max-concurrency (median 50.00 ms), of the client&#x27;s lag before sending (median 2." in text
-    parts = ("waiting for --max-concurrency: 50.00", "client&#x27;s lag before sending: 2.00", "and client: 16.00")
+    text = unescape(html_report([("one", found)], "x"))
+    assert "waiting for --max-concurrency (median 50.00 ms), of the client's lag before sending (median 2." in text
+    parts = ("waiting for --max-concurrency: 50.00", "client's lag before sending: 2.00", "and client: 16.00")
     assert all(part in text for part in parts)
 
 

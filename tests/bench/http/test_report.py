@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.bench.http import report
+from weft.bench.http import report_charts
 from weft.bench.http.client import Reply
 from weft.bench.http.drive import Run
 from weft.bench.http.figures import DEFINITIONS, Goals, Window, figures
-from weft.bench.http.report import html_report, thinned
+from weft.bench.http.report import html_report
+from weft.bench.http.report_data import thinned
 
 VOID = {"meta", "br", "link", "img"}
 SERVER = {"queue_ms": 10.0, "prefill_ms": 60.0, "decode_ms": 200.0, "ttft_ms": 75.0}
@@ -65,6 +66,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.values: list[str] = []
         self.words: list[str] = []
+        self.ids: list[str] = []
         self.feed(text)
         self.close()
         assert not self.open
@@ -74,14 +76,17 @@ class Page(HTMLParser):
         return " ".join(self.words)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.values += [value or "" for _, value in attrs]
+        self._see(tag, attrs)
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._see(tag, attrs)
+
+    def _see(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.values += [value or "" for _, value in attrs]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -95,8 +100,10 @@ def page(*runs: tuple[str, dict[str, Any]]) -> Page:
     text = html_report(runs, "A load test")
     read = Page(text)
     for shown in (read.text, *read.values):
-        assert not re.search(r"\b(nan|none|inf|null)\b", shown.replace("stroke-dasharray:none", ""), re.IGNORECASE)
-    assert not re.search(r"(src|href)=|url\(|@import", text)  # the file needs nothing else
+        assert not re.search(r"\b(nan|none|inf|null)\b", shown.replace("fill: none", ""), re.IGNORECASE)
+    assert not re.search(r"""(src|href)=["']?(?!["']?#)|url\((?!#)|@import""", text)  # the file needs nothing else
+    assert len(read.ids) == len(set(read.ids))
+    assert set(re.findall(r'(?:href="|url\()#([^")]+)', text)) <= set(read.ids)
     return read
 
 
@@ -217,7 +224,7 @@ def test_runs_are_compared() -> None:
     for number, (label, _) in enumerate(runs):
         assert read.values.count(f"key r{number}") >= 5  # the table's head and each section's legend
         assert any(label in word for word in read.words)
-    assert sum("join" in value.split() for value in read.values) == 2 * len(runs) + 2 * 2  # of the latter, one a name
+    assert sum("-join-" in name for name in read.ids) == 2 * len(runs) + 2 * 2  # of the latter, one a name
     assert sum(" at 4 requests/s" in word for word in read.words) == 4
 
 
@@ -240,15 +247,23 @@ def test_thinning_keeps_the_largest() -> None:
     assert thinned(times, gaps, 1)[1].tolist() == [1000.0]
 
 
+def points(read: Page) -> list[int]:
+    """The number of points of each path that shows points."""
+    return [value.count("z") for value in read.values if re.match(r"M ([\d.]+ [\d.]+)\s+L \1\s+z", value)]
+
+
 def test_a_chart_has_at_most_so_many_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "MOST_POINTS", 100)
+    monkeypatch.setattr(report_charts, "MOST_POINTS", 100)
     read = page(("a", sample()), ("b", sample()))
     assert "1,000 gaps, thinned out to 100; the largest are kept" in read.text
-    drawn = [value.count("h0") for value in read.values if "h0M" in value]
-    assert drawn == [50, 50, 50, 50]  # prompts and gaps, of two runs
+    assert points(read) == [50, 50, 50, 50]  # prompts and gaps, of two runs
     small = told([reply(0)])
-    drawn = [value.count("h0") for value in page(("a", sample()), ("b", small)).values if "h0" in value]
-    assert drawn == [50, 1, 98, 1]  # in all few enough requests, and too many gaps
+    assert points(page(("a", sample()), ("b", small))) == [
+        50,
+        1,
+        98,
+        1,
+    ]  # in all few enough requests, and too many gaps
 
 
 def test_a_browser_shows_it(tmp_path: Path) -> None:
