@@ -14,11 +14,10 @@ import pytest
 from tests.engine.tiny import tiny_directory
 from weft import LLM, EngineError, SamplingParams
 from weft.core import Coefficients, StepBatch, StepShape
+from weft.engine.calibrate import REHEARSAL, calibrate
 from weft.engine.calibration import (
     FORMAT,
-    REHEARSAL,
     Calibration,
-    calibrate,
     calibration_file,
     load_calibration,
     save_calibration,

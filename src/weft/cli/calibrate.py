@@ -96,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, Path]":
     """Calibrates a model. Returns the calibration and the file that it was saved in."""
-    from weft.engine.calibration import calibrate, calibration_file, save_calibration
+    from weft.engine.calibrate import calibrate
+    from weft.engine.calibration import calibration_file, save_calibration
     from weft.progress import work_progress
 
     engine, scheduler = llm.engine, llm.engine.loop.scheduler

@@ -13,6 +13,10 @@ from weft.core.host import HostCost
 from weft.core.refit import Refit
 from weft.core.shape import StepShape
 
+MOST_SPREAD = (
+    0.15  # limit of a calibration's spread as the first margin; the real error is learnt in some hundred steps
+)
+
 Array = NDArray[np.float64]
 
 

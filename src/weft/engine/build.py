@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.core import CostModel, Policy, Scheduler, Source, Targets, chunked, monolithic, slo
+from weft.core.cost import MOST_SPREAD
 from weft.core.slots import Slots
-from weft.engine.calibration import Calibration, calibrate, calibration_file, load_calibration, save_calibration
+from weft.engine.calibrate import calibrate
+from weft.engine.calibration import Calibration, calibration_file, load_calibration, save_calibration
 from weft.engine.cpu import prepare_cpu
 from weft.engine.engine import Engine, Promises
 from weft.engine.executor import DeviceMemory, Executor, ExecutorFacts
@@ -29,7 +31,6 @@ if TYPE_CHECKING:  # torch takes seconds to import, and prepare_cpu() must come 
     from weft.models import ModelConfig
 
 MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of state for each block
-MOST_SPREAD = 0.15  # limit of the cost model's first margin; it learns the real error within some hundred steps
 CALIBRATION = 5.0  # seconds
 DEFAULT_GAP, DEFAULT_STEPS = 0.05, 2.0  # seconds, and decode steps: the larger is the default gap target
 DEFAULT_TTFT, DEFAULT_TTFT_PER_1K = 1.0, 0.25  # seconds; the second is added per 1,000 prompt tokens

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from weft.core import Coefficients, CostModel, HostCost
+from weft.core.cost import MOST_SPREAD
 from weft.engine.residuals import Residuals
 from weft.errors import OptionError
 
 FOLDER = Path(__file__).parent / "profiles"
 FIDELITY = {"date", "device", "slice", "policy", "errors"}  # required keys of a `weft bench fidelity` entry
 NO_HOST = HostCost()
-MOST_SPREAD = 0.15  # largest initial spread of a scheduler's cost model, as in engine/build.py
 
 
 @dataclass(frozen=True)
