@@ -1,5 +1,7 @@
 """Errors for users: one line with the value, the limit and the way out. The CLI prints them unchanged."""
 
+EMPTY_PROMPT = "the prompt is empty: at least one token is needed to predict the next one"
+
 
 class WeftError(Exception):
     """Base class of everything that weft raises on purpose."""

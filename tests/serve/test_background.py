@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import RequestError
-from weft.serve.endpoints.background_response import BackgroundResponse, EventLog
+from weft.serve.endpoints.background_response import BackgroundResponse
 from weft.serve.endpoints.disconnect_watcher import CLIENT_DISCONNECTED, ClientDisconnected
+from weft.serve.endpoints.event_log import EventLog, follow
 from weft.serve.endpoints.response_store import ResponseStore, StoredResponse
-from weft.serve.endpoints.stored_responses import ResponsesEndpoints, follow
+from weft.serve.endpoints.responses_endpoints import ResponsesEndpoints
 from weft.serve.engines.submitted_request import SubmittedRequest
 from weft.serve.errors import ApiError
 from weft.serve.log_limits import LogRateLimit

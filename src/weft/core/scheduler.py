@@ -30,7 +30,7 @@ from weft.core.screening import Screening
 from weft.core.step import Outcome, Plan, PlannedStep, StepBatch, StepRecord
 from weft.core.tenants import OUTPUT_WEIGHT, Tenants
 from weft.core.turnover import Turnover
-from weft.errors import RequestError
+from weft.errors import EMPTY_PROMPT, RequestError
 
 NO_ROWS: NDArray[np.bool_] = np.empty(0, np.bool_)
 
@@ -128,7 +128,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError if it can never finish, QueueFullError if the queue is full."""
         if request.prompt_tokens < 1:
-            raise RequestError("the prompt is empty: at least one token is needed to predict the next one")
+            raise RequestError(EMPTY_PROMPT)
         # The last token is sampled but never computed, so it needs no KV memory.
         if self.kv.blocks_for(request.limit - 1) > self.num_blocks:
             raise RequestError(

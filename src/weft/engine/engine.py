@@ -16,7 +16,7 @@ from weft.engine.options import check_milliseconds
 from weft.engine.params import SamplingParams
 from weft.engine.stream import Standing, Stream
 from weft.engine.structured import Grammars, RequestGrammar
-from weft.errors import OptionError, RequestError
+from weft.errors import EMPTY_PROMPT, OptionError, RequestError
 
 
 class Wishes(NamedTuple):
@@ -140,7 +140,7 @@ class Engine:
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, str | bytes):
             raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r}")
         if len(prompt) == 0:
-            raise RequestError("the prompt is empty: at least one token is needed to predict the next one")
+            raise RequestError(EMPTY_PROMPT)
         if len(prompt) >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens and must leave room for one more, but the context is "

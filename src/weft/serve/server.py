@@ -24,7 +24,7 @@ from weft.errors import ModelError, OptionError
 from weft.llm import recommended_params, resolve_model_path
 from weft.observe.metrics import ServerMetrics
 from weft.observe.tracing import Tracer
-from weft.serve.app import ApiServer
+from weft.serve.app import build_app
 from weft.serve.endpoints.response_generator import SHUT_DOWN
 from weft.serve.engines.engine_pool import EnginePool
 from weft.serve.engines.messages import EngineInfo, EngineProcessConfig, clock
@@ -35,6 +35,7 @@ from weft.serve.requests.request_parser import RequestParser
 from weft.serve.requests.structure_checker import StructureChecker
 from weft.serve.requests.template_check import TemplateCheck, TemplateCheckResult
 from weft.serve.requests.text_processor import TextProcessor
+from weft.serve.server_state import ServerState
 from weft.text.reasoning import REASONING_PARSERS, detect_reasoning
 from weft.text.tools import TOOL_PARSERS, detect_tool_format
 
@@ -52,20 +53,20 @@ def serve(options: ServeOptions, engine_options: EngineOptions, engines: int = 1
     """Runs the server, with so many engine processes, until a signal comes. Returns the exit code."""
     listener = _listen(options.host, options.port)
     try:
-        server = _build(options, engine_options, engines)
+        state = _build(options, engine_options, engines)
         sys.setswitchinterval(SWITCH)
         _allow_many_connections()
-        _say(f"loading {server.names[0]}")
-        code = _run(server, listener)
+        _say(f"loading {state.names[0]}")
+        code = _run(state, listener)
     finally:
         listener.close()
-    if server.parser.texts.is_busy:  # a thread still works for a client that has left: do not wait for it
+    if state.parser.texts.is_busy:  # a thread still works for a client that has left: do not wait for it
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
-def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -> ApiServer:
+def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -> ServerState:
     """The server, with the model files that the API process needs. Engine processes read the rest."""
     path = resolve_model_path(engine_options.model)
     chats = options.chat_template, options.chat_template_content_format
@@ -98,7 +99,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
     eos = texts.tokenizer.eos_token_id if texts.tokenizer is not None else None
     eos_ids = () if eos is None else (eos,)
     config = EngineProcessConfig("", str(path.resolve()), eos_ids, asdict(engine_options), options.record_steps)
-    return ApiServer(
+    return ServerState(
         options=options,
         engine_options=engine_options,
         names=names,
@@ -107,7 +108,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
         metrics=metrics,
         tracer=Tracer.make(options.otlp_traces_endpoint),
         limits=RateLimits(options.requests_per_minute, options.max_concurrent_requests),
-        bodies=BodyReader(int(options.max_body_mb * 1e6)),
+        body_reader=BodyReader(int(options.max_body_mb * 1e6)),
         created=int(time.time()),
     )
 
@@ -169,9 +170,9 @@ def _allow_many_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _run(server: ApiServer, listener: socket.socket) -> int:
+def _run(state: ServerState, listener: socket.socket) -> int:
     config = uvicorn.Config(
-        server.app(),
+        build_app(state),
         loop="auto",
         http=HttpConnection,
         ws="none",
@@ -183,12 +184,12 @@ def _run(server: ApiServer, listener: socket.socket) -> int:
         server_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
-        ssl_certfile=server.options.ssl_certfile,
-        ssl_keyfile=server.options.ssl_keyfile,
+        ssl_certfile=state.options.ssl_certfile,
+        ssl_keyfile=state.options.ssl_keyfile,
     )
     for name in ("uvicorn.error", "asyncio"):  # they log one entry per failure: limit the rate
-        logging.getLogger(name).addFilter(server.log)
-    process = _UvicornServer(config, server, listener)
+        logging.getLogger(name).addFilter(state.log)
+    process = _UvicornServer(config, state, listener)
     process.run(sockets=[listener])
     return process.exit_code
 
@@ -196,9 +197,9 @@ def _run(server: ApiServer, listener: socket.socket) -> int:
 class _UvicornServer(uvicorn.Server):
     """uvicorn, but signals let running streams finish, and the server exits if the engine cannot be started."""
 
-    def __init__(self, config: uvicorn.Config, server: ApiServer, listener: socket.socket) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, listener: socket.socket) -> None:
         super().__init__(config)
-        self.server = server
+        self.state = state
         self.listener = listener
         self.exit_code = 0
         self._ending: asyncio.Task[None] | None = None
@@ -216,7 +217,7 @@ class _UvicornServer(uvicorn.Server):
     def _signalled(self, number: int) -> None:
         if self._ending is not None:  # second signal
             _say("ending at once")
-            self.server.engines.fail_requests(SHUT_DOWN)
+            self.state.engines.fail_requests(SHUT_DOWN)
             # Does not wait for busy threads. The engine process ends when this process does.
             asyncio.get_running_loop().call_later(LAST_WORDS, os._exit, 128 + number)
             return
@@ -224,43 +225,43 @@ class _UvicornServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Waits up to shutdown_timeout for running streams, then exits. Probes and refusals are still answered."""
-        server, timeout = self.server, self.server.options.shutdown_timeout
-        server.drain()
-        if server.active:
-            _say(f"{server.active} requests may take {timeout:g} s to finish; a second signal ends them at once")
+        state, timeout = self.state, self.state.options.shutdown_timeout
+        state.drain()
+        if state.active:
+            _say(f"{state.active} requests may take {timeout:g} s to finish; a second signal ends them at once")
         with suppress(TimeoutError):
-            await asyncio.wait_for(server.quiet.wait(), timeout)
-        if server.active:
-            server.engines.fail_requests(SHUT_DOWN)
+            await asyncio.wait_for(state.drained.wait(), timeout)
+        if state.active:
+            state.engines.fail_requests(SHUT_DOWN)
             await asyncio.sleep(LAST_WORDS)
         self.should_exit = True
 
     async def _watch_engine(self) -> None:
         """Announces the first time that an engine is ready. Ends the server if all engines are given up."""
-        started, engines = clock(), self.server.engines
+        started, engines = clock(), self.state.engines
         said = False
         while engines.fatal is None:
             await engines.changed.wait()
             engines.changed.clear()
             if engines.info is not None and not said:
                 said = True
-                self.server.collector.freeze()
+                self.state.collector.freeze()
                 seconds = clock() - started
                 while not self.started:  # uvicorn listens only from then on
                     await asyncio.sleep(0.002)
                 self._announce(seconds)
         _say(engines.fatal)
         self.exit_code = 1
-        self.server.drain()
+        self.state.drain()
         self.should_exit = True
 
     def _announce(self, seconds: float) -> None:
         host, port = self.listener.getsockname()[:2]
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        scheme = "http" if self.server.options.ssl_certfile is None else "https"
-        url, name = f"{scheme}://{shown}:{port}", self.server.names[0]
-        info = self.server.engines.info
-        key = " -H 'Authorization: Bearer KEY'" if self.server.options.api_key else ""
+        scheme = "http" if self.state.options.ssl_certfile is None else "https"
+        url, name = f"{scheme}://{shown}:{port}", self.state.names[0]
+        info = self.state.engines.info
+        key = " -H 'Authorization: Bearer KEY'" if self.state.options.api_key else ""
         print(f"\nweft serves {name} on {url} (ready after {seconds:.1f} s)")
         if info is not None and info.has_targets:
             for line in _targets(info):

@@ -9,7 +9,7 @@ import pytest
 from tests.serve.attacks.test_connection import megabytes
 from tests.serve.attacks.victim import CALM, NOISE, Victim
 from tests.serve.running import RunningServer
-from weft.serve.endpoints.background_response import MOST_STREAMED
+from weft.serve.endpoints.responses_endpoints import MAX_STREAMED
 
 RESPONSES = "/v1/responses"
 # The model is not shown thoughts again, so that these have no tokens.
@@ -60,7 +60,7 @@ def test_what_waits_in_the_background_is_bounded(server: RunningServer, stream: 
     body = {**LONG, "stream": stream, "input": [HELLO] if stream else [THOUGHT] * 7000 + [HELLO]}
     ids: list[str] = []
     refused = ""
-    for _ in range(MOST_STREAMED + 1):
+    for _ in range(MAX_STREAMED + 1):
         if stream:
             with server.http.stream("POST", RESPONSES, json=body) as answer:
                 lines = answer.iter_lines()
@@ -75,7 +75,7 @@ def test_what_waits_in_the_background_is_bounded(server: RunningServer, stream: 
     assert answer.status_code == 503
     assert "queue_full" in refused
     assert "background" in refused
-    assert len(ids) == MOST_STREAMED if stream else 10 < len(ids) < 20
+    assert len(ids) == MAX_STREAMED if stream else 10 < len(ids) < 20
     for id in ids:
         assert server.http.delete(f"{RESPONSES}/{id}").status_code == 200
     assert server.get("/load")["server_load"] == 0
@@ -96,10 +96,10 @@ def test_a_burst_does_not_pass_the_bounds(server: RunningServer) -> None:
 
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
-            return await asyncio.gather(*(ask(client) for _ in range(MOST_STREAMED + 20)))
+            return await asyncio.gather(*(ask(client) for _ in range(MAX_STREAMED + 20)))
 
     ids = [id for id in asyncio.run(scenario()) if id is not None]
-    assert len(ids) == MOST_STREAMED == server.get("/load")["server_load"]
+    assert len(ids) == MAX_STREAMED == server.get("/load")["server_load"]
     for id in ids:
         assert server.http.delete(f"{RESPONSES}/{id}").status_code == 200
     server.wait_until_idle()

@@ -1,7 +1,6 @@
 """Background responses: they continue when the client disconnects, and the client may reconnect."""
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
@@ -9,69 +8,14 @@ from starlette.types import Message, Send
 
 from weft.errors import RequestError
 from weft.serve.endpoints.disconnect_watcher import CLIENT_DISCONNECTED, Canceller, ClientDisconnected
+from weft.serve.endpoints.event_log import EventLog
 from weft.serve.endpoints.response_store import StoredResponse
 from weft.serve.engines.submitted_request import SubmittedRequest
 from weft.serve.errors import ApiError, of_request
 from weft.serve.protocols.formatter import to_json
 from weft.serve.protocols.responses import ResponsesFormatter
 
-MOST_EVENTS = 2 << 20  # bytes of a stream kept for clients that reconnect: about 10,000 tokens
-MOST_STREAMED = 64  # concurrent background streams: 128 MiB of events
 RunRequest = Callable[[Canceller, Send], Awaitable[object]]  # runs a parsed request to its end
-
-
-class EventLog:
-    """The latest events of a stream, by sequence number. The oldest are dropped first; the last one is always kept."""
-
-    def __init__(self, most: int = MOST_EVENTS) -> None:
-        self.first = 0  # sequence number of the oldest event that is kept
-        self.ended = False
-        self._most = most
-        self._bytes = 0
-        self._events: deque[bytes] = deque()
-        self._changed: asyncio.Future[None] | None = None
-
-    @classmethod
-    def of(cls, events: tuple[bytes, ...], first: int) -> "EventLog":
-        """The log of a stream that has ended."""
-        log = cls()
-        log.first, log.ended = first, True
-        log._events.extend(events)
-        return log
-
-    def append(self, data: bytes) -> None:
-        """Appends one or more complete events."""
-        for event in data.split(b"\n\n")[:-1]:  # the JSON has no line breaks inside
-            self._events.append(event + b"\n\n")
-            self._bytes += len(event) + 2
-        while self._bytes > self._most and len(self._events) > 1:
-            self._bytes -= len(self._events.popleft())
-            self.first += 1
-        self._wake()
-
-    def end(self) -> None:
-        self.ended = True
-        self._wake()
-
-    def since(self, number: int) -> list[bytes]:
-        """The events from this sequence number on. `number` must be at least `first`."""
-        events, start = self._events, number - self.first
-        return [events[at] for at in range(start, len(events))]
-
-    @property
-    def events(self) -> tuple[bytes, ...]:
-        return tuple(self._events)
-
-    async def wait(self) -> None:
-        """Waits until an event is appended or the stream ends."""
-        if self._changed is None:
-            self._changed = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._changed)  # other clients wait for the same future
-
-    def _wake(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-        self._changed = None
 
 
 class BackgroundResponse:

@@ -10,7 +10,8 @@ from weft.serve.engines.messages import EngineInfo
 from weft.serve.protocols.anthropic_formatter import MessagesFormatter
 from weft.serve.protocols.openai_bodies import ChatBody, Count, Json, Stop, TokenizeBody, Whole
 from weft.serve.requests.parsed_request import ParsedRequest
-from weft.serve.requests.request_parser import RequestContext, RequestParser
+from weft.serve.requests.request_context import RequestContext
+from weft.serve.requests.request_parser import RequestParser
 
 # Start of Claude Code's first system block: billing data for Anthropic, with a hash that changes with every request. At
 # the start of the prompt, it would prevent every prefix cache hit.
@@ -80,7 +81,7 @@ async def count_tokens(parser: RequestParser, body: CountTokensBody, size: int) 
     """Number of tokens of the prompt. `size` is the body's size in bytes, as in RequestContext."""
     template = parser.texts.template
     prompt = await parser.texts.run_in_thread(size, lambda: as_prompt(body, template.takes_late_system))
-    return len(await parser.chat_token_ids(prompt, size))
+    return len(await parser.prompts.chat_token_ids(prompt, size))
 
 
 def as_prompt(body: CountTokensBody, late_system: bool = True) -> TokenizeBody:

@@ -53,7 +53,7 @@ class MessagesFormatter:
         return data + self._end() if delta.reason is not None else data
 
     def last_chunk(self, extras: Json) -> bytes:
-        assert self._choice is not None  # `first_chunk` was called before
+        assert self._choice is not None  # set by first_chunk
         usage = self._usage(extras["usage"])
         del usage["service_tier"]  # it belongs to the first event only
         delta = self._stop(self._choice, usage["output_tokens"])

@@ -21,8 +21,8 @@ Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Alternatives = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]  # -1 (all) is refused later, naming the limit
 Stop = Annotated[str, Meta(max_length=1000)]  # limited: each of n choices searches for each, character by character
-MOST_PROMPTS = 1024  # in one completion request
-MOST_STREAMS = 2048  # in one request: prompts times n
+MAX_PROMPTS = 1024  # in one completion request
+MAX_SEQUENCES = 2048  # in one request: prompts times n
 
 
 class StreamOptions(Struct):

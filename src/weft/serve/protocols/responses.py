@@ -13,7 +13,8 @@ from msgspec import Meta, Raw, Struct
 from weft.engine.params import MAX_LOGPROBS
 from weft.errors import RequestError
 from weft.serve.output.choice import Choice, ChoiceDelta
-from weft.serve.protocols.formatter import continues_call, spelled_logprob, to_json
+from weft.serve.protocols.formatter import continues_call, to_json
+from weft.serve.protocols.logprobs import spelled_logprob
 from weft.serve.protocols.openai_bodies import ChatBody, Count, Json
 from weft.text.tokenizer import Tokenizer
 from weft.text.tools import ToolCallDelta
@@ -208,7 +209,7 @@ class ResponsesFormatter:
         return self._end("cancelled", "response.failed", {})
 
     def full_response(self, choices: Sequence[Choice], extras: Json) -> Json:
-        """The full_response response, with the same items as a stream."""
+        """The whole response, with the same items as a stream."""
         choice = choices[0]
         if choice.reasoning:
             self._items.append(self._item("reasoning", choice.reasoning))

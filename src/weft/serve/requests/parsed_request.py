@@ -33,3 +33,9 @@ class ParsedRequest:
 
 def finite(seconds: float) -> float | None:
     return None if seconds == math.inf else seconds
+
+
+def promise_headers(promise: Promise) -> list[tuple[bytes, bytes]]:
+    """Response headers with the promised targets, in milliseconds."""
+    found = ((b"x-slo-gap-ms", promise.promised_gap), (TTFT_HEADER, promise.promised_ttft))
+    return [(name, b"%g" % round(seconds * 1000, 3)) for name, seconds in found if seconds < math.inf]

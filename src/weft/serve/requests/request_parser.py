@@ -1,10 +1,7 @@
 """RequestParser: turns a request body into a ParsedRequest. Checks all of it, and encodes the prompt to token ids."""
 
-import asyncio
-import math
-import secrets
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -18,22 +15,20 @@ from weft.serve.engines.messages import EngineInfo
 from weft.serve.engines.submitted_request import EnginePrompt
 from weft.serve.errors import ApiError
 from weft.serve.output.choice import Choice
+from weft.serve.protocols.chat_formatter import ChatFormatter
+from weft.serve.protocols.completion_formatter import CompletionFormatter
 from weft.serve.protocols.embeddings import EmbeddingChoice, EmbeddingsBody, PoolingBody
-from weft.serve.protocols.formatter import ChatFormatter, CompletionFormatter, Formatter
+from weft.serve.protocols.formatter import Formatter
 from weft.serve.protocols.openai_bodies import (
-    MOST_PROMPTS,
-    MOST_STREAMS,
     ChatBody,
     CompletionBody,
     Json,
-    LatencyTargets,
     SamplingBody,
-    TokenizeBody,
+    sampling_params,
     structure_field,
 )
-from weft.serve.protocols.openai_bodies import sampling_params as params_of
 from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter, as_chat
-from weft.serve.requests.parsed_request import TTFT_HEADER, ParsedRequest
+from weft.serve.requests.parsed_request import ParsedRequest, promise_headers
 from weft.serve.requests.prompt_length import (
     TokenIds,
     check_described,
@@ -41,11 +36,11 @@ from weft.serve.requests.prompt_length import (
     kept_tokens,
     prompt_field,
     says_length,
-    too_long,
-    truncate_prompt,
 )
+from weft.serve.requests.prompt_reader import PromptReader
+from weft.serve.requests.request_context import RequestContext
 from weft.serve.requests.structure_checker import StructureChecker
-from weft.serve.requests.text_processor import SHORT, TextProcessor
+from weft.serve.requests.text_processor import TextProcessor
 from weft.serve.requests.tool_choice import ToolChoice
 from weft.text.reasoning import REASONING_PARSERS, make_reasoning_parser, place_of
 
@@ -53,20 +48,9 @@ NOT_PROMISED = (b"x-slo-promise", b"not promised")  # the answer to x-slo header
 DEFAULT_MAX_TOKENS = 16  # of a text completion, as at OpenAI; a chat may fill the whole context
 
 
-class RequestContext(NamedTuple):
-    """The sender of a request, and the latency targets that it asks for."""
-
-    tenant: str  # derived from the API key
-    salt: str  # keeps its cached prefixes apart from other tenants'
-    targets: LatencyTargets
-    arrival: float
-    request_id: str
-    size: int  # bytes of the body: an upper bound of the work on it, which goes to another thread if large
-
-
 @dataclass(frozen=True)
 class RequestParser:
-    """Checks requests for one model, and holds what that needs."""
+    """Parses the requests for one model. Owns the text processor, the prompt reader and the structure checker."""
 
     texts: TextProcessor
     defaults: SamplingParams  # the sampling parameters that the model recommends
@@ -79,32 +63,27 @@ class RequestParser:
     max_logprobs: int = MAX_LOGPROBS  # most alternatives per token that a request may ask for
     tokens_as_ids: bool = False  # logprobs name tokens by id, unless the request says otherwise
     includes_usage: bool = False  # every stream ends with a usage chunk
+    prompts: PromptReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompts", PromptReader(self.texts))
+
+    # Completions
 
     async def completion(self, body: CompletionBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
-        if body.suffix:
-            raise RequestError("suffix: this server cannot fill in between two texts; leave it out")
-        shown = body.n or 1
-        sampled = max(shown, body.best_of or shown)
-        if body.best_of is not None and body.best_of < shown:
-            raise RequestError(f"best_of={body.best_of} is below n={shown}")
-        if sampled > shown and body.stream:
-            raise RequestError(f"best_of={sampled}: choosing the best of several cannot be streamed")
-        generates = body.max_tokens != 0
-        if not generates and not body.echo:
-            raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1, or echo must be true")
-        keeps = kept_tokens(body, body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS, info)
-        prompts = await self._read(body, sampled, info, keeps)
-        prompts = [truncate_prompt(ids, body, keeps) for ids in prompts]
+        shown, sampled = _completion_counts(body)
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        keeps = kept_tokens(body, max_tokens, info)
+        prompts = await self.prompts.completion(body, sampled, info, keeps)
         describes = body.logprobs if body.echo else None  # logprobs for the prompt's tokens too
-        params = params_of(
+        params = sampling_params(
             body,
             self.defaults,
             n=sampled,
-            max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
+            max_tokens=max(1, max_tokens),
             logprobs=0 if sampled > shown and body.logprobs is None else body.logprobs,
             prompt_logprobs=body.prompt_logprobs if describes is None else max(describes, body.prompt_logprobs or 0),
         )
-        echoed = [(ids, await self._text(ids) if body.echo else "") for ids in prompts]
         formatter = CompletionFormatter(
             f"cmpl-{context.request_id}",
             self.model,
@@ -113,12 +92,12 @@ class RequestParser:
             token_ids=bool(body.return_token_ids),
             tokens_as_ids=self._tokens_as_ids(body),
             fingerprint=self.fingerprint,
-            prompts=echoed,
+            prompts=[(ids, await self.prompts.decode(ids) if body.echo else "") for ids in prompts],
             per_prompt=sampled,
             echo=bool(body.echo),
             prompt_logprobs=body.prompt_logprobs is not None,
             keeps=shown,
-            generates=generates,
+            generates=body.max_tokens != 0,
         )
         choices = []
         for number, ids in enumerate(prompts):
@@ -127,10 +106,10 @@ class RequestParser:
                 Choice(number * sampled + index, self.texts.tokenizer, ids, params, prompt_logprobs=shared)
                 for index in range(sampled)
             ]
-        return await self._call(body, context, info, prompts, params, choices, formatter)
+        return await self._parsed_request(body, context, info, prompts, params, choices, formatter)
 
     async def embedding(self, body: PoolingBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
-        """A call that pools its prompts: for embeddings, scores or reranking."""
+        """A request that pools its prompts: for embeddings, scores or reranking."""
         if not self.pooling:
             raise RequestError(f"{self.model} pools in a way that is not supported: its 1_Pooling/config.json says how")
         if isinstance(body, EmbeddingsBody):
@@ -138,16 +117,18 @@ class RequestParser:
         completion = body.completion()
         keeps = kept_tokens(completion, 1, info)
         try:
-            prompts = [truncate_prompt(ids, completion, keeps) for ids in await self._read(completion, 1, info, keeps)]
+            prompts = await self.prompts.completion(completion, 1, info, keeps)
         except RequestError as error:
             raise ApiError(400, str(error), param=body.field) from None
         params = pooling_params(self.pooling)
         formatter = body.formatter(f"embd-{context.request_id}", self.model)
         choices: list[Choice] = [EmbeddingChoice(index, None, ids, params) for index, ids in enumerate(prompts)]
-        return await self._call(completion, context, info, prompts, params, choices, formatter)
+        return await self._parsed_request(completion, context, info, prompts, params, choices, formatter)
+
+    # Chats
 
     async def response(self, body: ResponsesBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
-        """A chat call with the answer format of /v1/responses."""
+        """A chat request with the answer format of /v1/responses."""
         formatter = ResponsesFormatter(
             f"resp_{context.request_id}", self.model, self.texts.tokenizer, body, self.tokens_as_ids
         )
@@ -165,28 +146,42 @@ class RequestParser:
         *,
         fits: bool = False,
     ) -> ParsedRequest:
-        """A chat call. `fits` lowers max_tokens to the room that the context has left."""
+        """A chat request. `fits` lowers max_tokens to the room that the context has left."""
         if not body.messages:
             raise RequestError("messages is empty: a chat needs at least one message")
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true")
-        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        most = _chat_max_tokens(body)
         if most == 0:
             raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1")
         tools = ToolChoice.of(body)
-        ids, text = await self._chat_prompt(body, context.size, tools, most, info)
+        ids, text = await self.prompts.chat(body, context.size, tools, most, info)
         if fits and most is not None:
             most = max(1, min(most, info.max_model_len - len(ids)))
-        special: dict[str, Any] = {"max_tokens": most, "logprobs": None}
-        if body.logprobs:
-            special["logprobs"] = body.top_logprobs or 0
-        if (structure := tools.structure()) is not None:
-            special["structured_outputs"] = structure  # overrides response_format: the client requires a tool call
+        prompt_end = text[-32:]
         begun = _text_of(body.messages[-1]) if body.continue_final_message else None
-        params = self._or_calls(params_of(body, self.defaults, **special), tools)
-        end = text[-32:]
-        params = self._behind_thoughts(params, end, begun)
-        formatter = formatter or ChatFormatter(
+        params = self._chat_params(body, tools, most, prompt_end, begun)
+        formatter = formatter or self._chat_formatter(body, context, ids, legacy=tools.legacy)
+        choices = []
+        for index in range(params.n):
+            reasoning = None
+            if self.reasoning_parser is not None:
+                reasoning = make_reasoning_parser(self.reasoning_parser, prompt_end, begun)
+            parser = tools.parser(self.tool_parser)
+            single = not tools.parallel
+            choice = Choice(index, self.texts.tokenizer, ids, params, reasoning=reasoning, tools=parser, single=single)
+            choices.append(choice)
+        return await self._parsed_request(body, context, info, [ids], params, choices, formatter)
+
+    async def render_chat(self, body: ChatBody, size: int, info: EngineInfo) -> tuple[str, TokenIds]:
+        """The prompt of a chat, as text and as token ids. `size` is RequestContext.size."""
+        ids, text = await self.prompts.chat(body, size, ToolChoice.of(body), _chat_max_tokens(body), info)
+        return (text if body.truncate_prompt_tokens is None else await self.prompts.decode(ids, special=True)), ids
+
+    def _chat_formatter(
+        self, body: ChatBody, context: RequestContext, prompt: TokenIds, *, legacy: bool
+    ) -> ChatFormatter:
+        return ChatFormatter(
             f"chatcmpl-{context.request_id}",
             self.model,
             self.texts.tokenizer,
@@ -194,54 +189,25 @@ class RequestParser:
             token_ids=bool(body.return_token_ids),
             tokens_as_ids=self._tokens_as_ids(body),
             fingerprint=self.fingerprint,
-            prompt=ids,
+            prompt=prompt,
             prompt_logprobs=body.prompt_logprobs is not None,
             reasoning=body.include_reasoning is not False,
-            legacy=tools.legacy,
+            legacy=legacy,
         )
-        choices = []
-        for index in range(params.n):
-            reasoning = None
-            if self.reasoning_parser is not None:
-                reasoning = make_reasoning_parser(self.reasoning_parser, end, begun)
-            parser = tools.parser(self.tool_parser)
-            single = not tools.parallel
-            choice = Choice(index, self.texts.tokenizer, ids, params, reasoning=reasoning, tools=parser, single=single)
-            choices.append(choice)
-        return await self._call(body, context, info, [ids], params, choices, formatter)
 
-    async def render_chat(self, body: ChatBody, size: int, info: EngineInfo) -> tuple[str, TokenIds]:
-        """The prompt of a chat, as text and as token ids. `size` is RequestContext.size."""
-        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        ids, text = await self._chat_prompt(body, size, ToolChoice.of(body), most, info)
-        return (text if body.truncate_prompt_tokens is None else await self._text(ids, special=True)), ids
+    def _chat_params(
+        self, body: ChatBody, tools: ToolChoice, max_tokens: int | None, prompt_end: str, begun: str | None
+    ) -> SamplingParams:
+        special: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": None}
+        if body.logprobs:
+            special["logprobs"] = body.top_logprobs or 0
+        if (structure := tools.structure()) is not None:
+            special["structured_outputs"] = structure  # overrides response_format: the client requires a tool call
+        params = sampling_params(body, self.defaults, **special)
+        return self._allow_reasoning(self._allow_calls(params, tools), prompt_end, begun)
 
-    async def _chat_prompt(
-        self, body: ChatBody, size: int, tools: ToolChoice, max_tokens: int | None, info: EngineInfo
-    ) -> tuple[TokenIds, str]:
-        """Token ids of the prompt, truncated if asked for, and the prompt text before truncation."""
-        keeps = kept_tokens(body, max_tokens, info)
-        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            options.setdefault("reasoning_effort", body.reasoning_effort)
-            options.setdefault("enable_thinking", body.reasoning_effort != "none")
-        continues = _continues(body)
-        ids, text = await self.texts.encode_chat(
-            body.messages,
-            size,
-            {
-                **options,
-                "tools": tools.shown,
-                "documents": body.documents,
-                "add_generation_prompt": body.add_generation_prompt is not False and not continues,
-            },
-            continues=continues,
-            most=None if keeps else info.max_model_len,
-        )
-        return truncate_prompt(ids, body, keeps), text
-
-    def _or_calls(self, params: SamplingParams, tools: ToolChoice) -> SamplingParams:
-        """Lets a reply with a required structure be tool calls instead. Its first token decides between the two."""
+    def _allow_calls(self, params: SamplingParams, tools: ToolChoice) -> SamplingParams:
+        """Adds tool calls as an alternative to the required structure, if the chat may call tools."""
         if params.structured_outputs is None:
             return params
         calls = tools.calls(self.tool_parser, self.texts.template.source)
@@ -249,11 +215,7 @@ class RequestParser:
             return params
         return replace(params, structured_outputs=replace(params.structured_outputs, calls=calls))
 
-    def _tokens_as_ids(self, body: SamplingBody) -> bool:
-        own = body.return_tokens_as_token_ids
-        return self.tokens_as_ids if own is None else own
-
-    def _behind_thoughts(self, params: SamplingParams, prompt_end: str, begun: str | None) -> SamplingParams:
+    def _allow_reasoning(self, params: SamplingParams, prompt_end: str, begun: str | None) -> SamplingParams:
         """Lets a reasoning model think freely first. The structure applies after its reasoning."""
         if params.structured_outputs is None or self.reasoning_parser is None:
             return params
@@ -264,16 +226,13 @@ class RequestParser:
         thoughts = Thoughts(style.start, style.end, place.open)
         return replace(params, structured_outputs=replace(params.structured_outputs, behind=thoughts))
 
-    async def chat_token_ids(self, body: TokenizeBody, size: int) -> TokenIds:
-        """Token ids that a chat with these messages would send to the model. `size` is RequestContext.size."""
-        messages, options = body.messages or [], dict(body.chat_template_kwargs or {})
-        continues = _continues(body)
-        options.update(
-            tools=body.tools, add_generation_prompt=body.add_generation_prompt is not False and not continues
-        )
-        return (await self.texts.encode_chat(messages, size, options, continues=continues))[0]
+    def _tokens_as_ids(self, body: SamplingBody) -> bool:
+        own = body.return_tokens_as_token_ids
+        return self.tokens_as_ids if own is None else own
 
-    async def _call(
+    # All requests
+
+    async def _parsed_request(
         self,
         body: SamplingBody,
         context: RequestContext,
@@ -283,16 +242,7 @@ class RequestParser:
         choices: list[Choice],
         formatter: Formatter,
     ) -> ParsedRequest:
-        if params.stop_strings and self.texts.tokenizer is None:
-            raise RequestError(
-                "stop: the model has no tokenizer.json, so there is no text to look at: use stop_token_ids"
-            )
-        if params.structured_outputs is not None:
-            await self._check_structure(body, params.structured_outputs)
-        params.check_vocabulary(info.vocab_size)
-        _check_logprobs(params, self.max_logprobs, "top_logprobs" if isinstance(body, ChatBody) else "logprobs")
-        for ids in prompts:
-            check_length(len(ids), params.max_tokens if says_length(body) else None, info, prompt_field(body))
+        await self._check(body, params, prompts, info)
         wishes = _wishes(body, context, info)
         salt = context.salt + (body.cache_salt or "")
         engine_params = replace(params, stop=None)  # the API process looks for stop strings
@@ -314,8 +264,22 @@ class RequestParser:
             includes_usage=body.includes_usage or self.includes_usage,
             counts_always=body.counts_always,
             may_be_large=any(one is not None for one in (params.logprobs, params.prompt_logprobs, params.pooling)),
-            headers=_promised(promise) if info.has_targets or not any(context.targets) else [NOT_PROMISED],
+            headers=promise_headers(promise) if info.has_targets or not any(context.targets) else [NOT_PROMISED],
         )
+
+    async def _check(
+        self, body: SamplingBody, params: SamplingParams, prompts: list[TokenIds], info: EngineInfo
+    ) -> None:
+        if params.stop_strings and self.texts.tokenizer is None:
+            raise RequestError(
+                "stop: the model has no tokenizer.json, so there is no text to look at: use stop_token_ids"
+            )
+        if params.structured_outputs is not None:
+            await self._check_structure(body, params.structured_outputs)
+        params.check_vocabulary(info.vocab_size)
+        _check_logprobs(params, self.max_logprobs, "top_logprobs" if isinstance(body, ChatBody) else "logprobs")
+        for ids in prompts:
+            check_length(len(ids), params.max_tokens if says_length(body) else None, info, prompt_field(body))
 
     async def _check_structure(self, body: SamplingBody, structure: StructuredOutputs) -> None:
         try:
@@ -323,61 +287,24 @@ class RequestParser:
         except RequestError as error:
             raise ApiError(400, str(error), param=structure_field(body)) from None
 
-    async def _read(self, body: CompletionBody, n: int, info: EngineInfo, keeps: int) -> list[TokenIds]:
-        """The prompts of a completion: text, token ids, or a list of either."""
-        prompt = body.prompt
-        every = [prompt] if isinstance(prompt, str) or (prompt and _is_number(prompt[0])) else prompt
-        if not every:
-            raise RequestError("prompt is empty: at least one token is needed to predict the next one")
-        if len(every) > MOST_PROMPTS or len(every) * n > MOST_STREAMS:
-            raise RequestError(
-                f"prompt: {len(every)} prompts with n={n} are too many at once: at most {MOST_PROMPTS} prompts and "
-                f"{MOST_STREAMS} completions fit into one request"
-            )
-        found = []
-        characters = 0
-        for one in every:
-            found.append(await self._ids(one, body, info, keeps))
-            characters += len(one) if isinstance(one, str) else 0
-            if characters > SHORT:  # short texts are encoded on the event loop: let other tasks run
-                characters = 0
-                await asyncio.sleep(0)
-        return found
 
-    async def _ids(self, prompt: Any, body: CompletionBody, info: EngineInfo, keeps: int) -> TokenIds:
-        if isinstance(prompt, str):
-            most = None if keeps else info.max_model_len
-            ids = await self.texts.encode(prompt, body.add_special_tokens is not False, most)
-            if not ids:
-                raise RequestError("prompt is empty: at least one token is needed to predict the next one")
-            return ids
-        elif isinstance(prompt, list) and keeps and len(prompt) > keeps:
-            return await self._ids(truncate_prompt(prompt, body, keeps), body, info, keeps)
-        elif isinstance(prompt, list) and len(prompt) >= info.max_model_len:
-            raise too_long(len(prompt), None, info, "prompt")  # before checking each of perhaps a million tokens
-        elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # excludes bool, a subclass of int
-            ids = prompt
-        else:
-            raise RequestError("prompt must be text, a list of token ids, or a list of either")
-        if not ids:
-            raise RequestError("prompt is empty: at least one token is needed to predict the next one")
-        for token in (min(ids), max(ids)):
-            if not 0 <= token < info.vocab_size:
-                raise RequestError(f"prompt names token id {token}, outside 0..{info.vocab_size - 1}")
-        return ids
-
-    async def _text(self, ids: TokenIds, special: bool = False) -> str:
-        tokenizer = self.texts.require_tokenizer()
-        return await self.texts.run_in_thread(
-            4 * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=not special)
-        )
+def _completion_counts(body: CompletionBody) -> tuple[int, int]:
+    """The number of choices per prompt in the answer, and the number that is sampled (best_of)."""
+    if body.suffix:
+        raise RequestError("suffix: this server cannot fill in between two texts; leave it out")
+    shown = body.n or 1
+    sampled = max(shown, body.best_of or shown)
+    if body.best_of is not None and body.best_of < shown:
+        raise RequestError(f"best_of={body.best_of} is below n={shown}")
+    if sampled > shown and body.stream:
+        raise RequestError(f"best_of={sampled}: choosing the best of several cannot be streamed")
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1, or echo must be true")
+    return shown, sampled
 
 
-def _continues(body: ChatBody | TokenizeBody) -> bool:
-    """Whether the model continues the last message."""
-    if body.continue_final_message and body.add_generation_prompt:
-        raise RequestError("continue_final_message cannot stand beside add_generation_prompt: set one of them to false")
-    return bool(body.continue_final_message)
+def _chat_max_tokens(body: ChatBody) -> int | None:
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 def _text_of(message: Json) -> str:
@@ -400,12 +327,6 @@ def _wishes(body: SamplingBody, context: RequestContext, info: EngineInfo) -> Wi
     return Wishes(0, context.tenant, body.priority or 0, batch, gap_ms, ttft_ms, body.user or "")
 
 
-def _promised(promise: Promise) -> list[tuple[bytes, bytes]]:
-    """Response headers with the promised targets, in milliseconds."""
-    found = ((b"x-slo-gap-ms", promise.promised_gap), (TTFT_HEADER, promise.promised_ttft))
-    return [(name, b"%g" % round(seconds * 1000, 3)) for name, seconds in found if seconds < math.inf]
-
-
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 
@@ -415,11 +336,3 @@ def _check_logprobs(params: SamplingParams, most: int, field: str) -> None:
     for name, wanted in ((field, params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if wanted is not None and wanted > most:
             raise RequestError(f"{name}: {wanted} alternatives a token are wanted, and {most} may be (--max-logprobs)")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def new_request_id() -> str:
-    return secrets.token_hex(12)

@@ -3,7 +3,7 @@
 import re
 import secrets
 
-from weft.text.tools.grammar import SPACE, Steps
+from weft.text.tools.json_reader import SPACE, Steps
 from weft.text.tools.parser import ToolParser
 
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
-from weft.text.tools.grammar import CLOSERS, SPACE, Grammar, Mismatch, Steps
+from weft.text.tools.json_reader import CLOSERS, SPACE, JsonReader, Mismatch, Steps
 
 
 class ToolCallDelta(NamedTuple):
@@ -30,7 +30,7 @@ class Parsed(NamedTuple):
     calls: list[ToolCallDelta]
 
 
-class ToolParser(Grammar, ABC):
+class ToolParser(JsonReader, ABC):
     """Splits the text of one reply into content and tool calls. The result does not depend on how the text is cut."""
 
     # Whether the format's markers are special tokens in some tokenizers, so that the detokenizer must not skip them.

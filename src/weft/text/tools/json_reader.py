@@ -21,7 +21,7 @@ class Mismatch(Exception):
     """The current character does not fit the grammar. It is not consumed."""
 
 
-class Grammar:
+class JsonReader:
     """The rules for JSON values. Text is appended to `into` as it is read."""
 
     def __init__(self) -> None:
