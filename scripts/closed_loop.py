@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from weft.bench.http.ask import Ask
 from weft.bench.http.client import Client, Reply
 from weft.bench.http.drive import drive
+from weft.bench.http.load_request import LoadRequest
 
 LEAD = 3.0  # seconds until all processes have started
 RETRY_FOR = 600.0  # seconds for which a refused request is sent again
@@ -30,15 +30,15 @@ async def play(number: int, arguments: argparse.Namespace, clients: int, request
     """Runs one process's share of the clients. Reply times count from `start`, on the clock of all processes."""
     draw = np.random.default_rng([arguments.seed, number])
     prompts = draw.integers(10, arguments.vocab, (requests, arguments.input_len)).tolist()
-    asks = [Ask(0.0, "", arguments.input_len, arguments.output_len, tuple(ids)) for ids in prompts]
+    requests = [LoadRequest(0.0, "", arguments.input_len, arguments.output_len, tuple(ids)) for ids in prompts]
     always: dict[str, Any] = {"return_token_ids": True}
     if arguments.schema and number == 0:
         always["guided_json"] = SCHEMA
     async with Client(arguments.url, None, always=always) as client:
-        await client.meet(Ask(0.0, "", 16, 2, tuple(range(10, 26))))
+        await client.meet(LoadRequest(0.0, "", 16, 2, tuple(range(10, 26))))
         await asyncio.sleep(start - time.perf_counter())
         began = time.perf_counter()
-        run = await drive(client, asks, concurrency=clients, open_loop=False, retry_for=RETRY_FOR)
+        run = await drive(client, requests, concurrency=clients, open_loop=False, retry_for=RETRY_FOR)
     for reply in run.replies:
         shift = began - start
         reply.times = [moment + shift for moment in reply.times]

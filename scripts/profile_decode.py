@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from weft.bench.engine.latency import SETTLE, open_decodes
-from weft.bench.engine.shapes import subject
+from weft.bench.engine.shapes import warm_engine
 from weft.engine.engine import Engine
 from weft.engine.options import EngineOptions
 
@@ -81,7 +81,7 @@ def main() -> None:
     options = EngineOptions(
         load_format="dummy", device="cuda", max_num_seqs=max(arguments.batch, 256), max_num_batched_tokens=16_384
     )
-    with subject(arguments.shape, options) as found:
+    with warm_engine(arguments.shape, options) as found:
         result = measure(decode(found.engine, arguments.batch, arguments.steps))
     idle = result.span - result.busy
     print(

@@ -68,7 +68,7 @@ def test_the_sweep_of_policies_begins_with_an_estimate(
     def ended(*given: Any, **options: Any) -> int:
         return 0
 
-    monkeypatch.setattr("weft.sim.sweep.load_material", ended)
+    monkeypatch.setattr("weft.sim.sweep_run.load_material", ended)
     monkeypatch.setattr("weft.sim.sweep.sweep", ended)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     command = ["sweep", "--traces", str(tmp_path), "--out", str(tmp_path / "out"), "--jobs", "2", "--no-progress"]

@@ -14,11 +14,15 @@ from weft.errors import OptionError
 from weft.sim import sweep_capacity
 from weft.sim.compare import kept_promises
 from weft.sim.profiles import load_profile
+from weft.sim.score_table import ScoreTable
 from weft.sim.simulator import Played, Truth, play
-from weft.sim.sweep import code_of, header_of, load_material, missing_runs, open_scores, read_scores, score_run, sweep
-from weft.sim.sweep_board import FINE, Board, Grid, Row, Run, Score, coarse_scale, fine_scales
+from weft.sim.sweep import missing_runs, sweep
 from weft.sim.sweep_capacity import BELOW, Capacity, best_capacity, capacity, families, find_best, ladder, search
-from weft.sim.sweep_report import capacity_ratio, report_text
+from weft.sim.sweep_file import code_of, header_of, open_scores, read_scores
+from weft.sim.sweep_findings import capacity_ratio
+from weft.sim.sweep_grid import FINE, Grid, Row, Score, SweepRun, coarse_scale, fine_scales
+from weft.sim.sweep_report import report_text
+from weft.sim.sweep_run import load_material, score_run
 from weft.sim.traces import Arrival, Trace
 
 RATES = [coarse_scale(step) for step in range(-14, 9)]  # as the ladder of INVENTED
@@ -69,17 +73,17 @@ def test_capacity_is_the_highest_rate_that_all_lower_rates_keep_too() -> None:
     assert near.is_fine
 
 
-def below(limits: dict[str, float]) -> Callable[[Run, int], float]:
+def below(limits: dict[str, float]) -> Callable[[SweepRun, int], float]:
     """All is kept up to a scale, which depends on the policy; less than 90% above it."""
     return lambda run, gap: UNIT * run.scale * (1.0 if run.scale <= limits[run.policy] else 0.5)
 
 
-def searched(grid: Grid, world: Callable[[Run, int], float], board: Board) -> int:
+def searched(grid: Grid, world: Callable[[SweepRun, int], float], table: ScoreTable) -> int:
     """Runs all that the capacities ask for, and says how many runs that were."""
     runs = 0
-    while missing := missing_runs(board, "capacity"):
+    while missing := missing_runs(table, "capacity"):
         for score in invented(grid, missing, world):
-            board.add(score)
+            table.add(score)
         runs += len(missing)
     return runs
 
@@ -95,17 +99,17 @@ LIMITS = {
 
 
 def test_the_best_chunk_is_found_and_the_others_cost_one_run() -> None:
-    board = Board(ONE)
-    assert searched(ONE, below(LIMITS), board) < 70  # of 276 on the grid alone, for two gaps
+    table = ScoreTable(ONE)
+    assert searched(ONE, below(LIMITS), table) < 70  # of 276 on the grid alone, for two gaps
     for gap in ONE.gaps_ms:
         for share in (0.9, 0.99):
             for family in families(ONE, gap):
-                best = best_capacity(board, family, "mooncake", "exact", gap, share)
+                best = best_capacity(table, family, "mooncake", "exact", gap, share)
                 assert best is not None
                 assert best.policy == max(family, key=lambda policy: LIMITS[policy])
                 assert best.rate_rps <= UNIT * LIMITS[best.policy] < best.rate_rps * FINE * 1.0001
                 assert best.is_fine
-    assert len(board.row(Row("mooncake", "exact", "chunked:64", 15))) == 1  # a larger one is tried first
+    assert len(table.row(Row("mooncake", "exact", "chunked:64", 15))) == 1  # a larger one is tried first
 
 
 def test_a_challenger_is_run_just_above_the_best_and_skipped_where_it_failed_below() -> None:
@@ -125,12 +129,12 @@ def test_a_challenger_is_run_just_above_the_best_and_skipped_where_it_failed_bel
 
 
 def test_nothing_is_kept_at_any_rate() -> None:
-    board = Board(ONE)
-    searched(ONE, below(dict.fromkeys(LIMITS, 0.0)), board)
+    table = ScoreTable(ONE)
+    searched(ONE, below(dict.fromkeys(LIMITS, 0.0)), table)
     lowest = ladder(ONE, "mooncake")[0]
     assert lowest == coarse_scale(-4 - BELOW)
     for family in families(ONE, 15):
-        best = best_capacity(board, family, "mooncake", "exact", 15, 0.9)
+        best = best_capacity(table, family, "mooncake", "exact", 15, 0.9)
         assert best is not None
         assert best.kept is None
         assert best.limit_rps == UNIT * lowest
@@ -138,12 +142,12 @@ def test_nothing_is_kept_at_any_rate() -> None:
 
 def test_capacity_runs_do_not_change_what_the_search_for_peaks_does() -> None:
     world = below(LIMITS)
-    first, alone = Board(ONE), Board(ONE)
+    first, alone = ScoreTable(ONE), ScoreTable(ONE)
     searched(ONE, world, first)
-    for board in (first, alone):
-        while missing := board.missing():
+    for table in (first, alone):
+        while missing := table.missing():
             for score in invented(ONE, missing, world):
-                board.add(score)
+                table.add(score)
     assert set(alone.scores()) <= set(first.scores())
     for policy in ONE.policies:
         row = Row("mooncake", "exact", policy, 15)
@@ -225,7 +229,7 @@ def test_a_request_that_never_finishes_is_broken(tmp_path: Path) -> None:
     played = played_by(scheduler_of(Loses), trace_of(10, 2).scaled(0.1))
     assert kept_promises(played, TARGETS).tolist() == [number != 3 for number in range(10)]
     make_trace(tmp_path / "t.csv")
-    score = score_run(Run("azure", "exact", "slo", 50, 1.0), load_material(SMALL, tmp_path))[0]
+    score = score_run(SweepRun("azure", "exact", "slo", 50, 1.0), load_material(SMALL, tmp_path))[0]
     assert score.requests == 20  # all of the slice
     assert score.kept_tokens is not None
     assert score.longest_gap_ms is not None
@@ -261,9 +265,9 @@ def test_capacity_alone_is_resumed_and_adds_up_to_the_whole_sweep(folder: Path) 
             stops += 1
     assert stops > 2
     assert (folder / "parts").read_bytes() == (folder / "once").read_bytes()
-    board = Board(SMALL, read_scores(folder / "once")[1])
-    assert missing_runs(board)
-    assert not missing_runs(board, "capacity")
+    table = ScoreTable(SMALL, read_scores(folder / "once")[1])
+    assert missing_runs(table)
+    assert not missing_runs(table, "capacity")
     assert sweep(material, folder / "parts", 2, part="peaks") == 0
     assert sweep(material, folder / "whole", 2) == 0
     assert (folder / "parts").read_bytes() == (folder / "whole").read_bytes()
@@ -291,30 +295,30 @@ def test_the_hash_is_of_the_code_and_not_of_what_is_said_about_it() -> None:
 # --- the report ---
 
 
-def whole(world: Callable[[Run, int], float]) -> Board:
-    board = Board(INVENTED)
-    while missing := missing_runs(board):
+def whole(world: Callable[[SweepRun, int], float]) -> ScoreTable:
+    table = ScoreTable(INVENTED)
+    while missing := missing_runs(table):
         for score in invented(INVENTED, missing, world):
-            board.add(score._replace(kept_tokens=0.25, longest_gap_ms=14.0))
-    return board
+            table.add(score._replace(kept_tokens=0.25, longest_gap_ms=14.0))
+    return table
 
 
 def test_the_report_has_capacities_and_labels_peaks_as_what_they_are() -> None:
-    def flood(run: Run, gap: int) -> float:
+    def flood(run: SweepRun, gap: int) -> float:
         """slo's goodput goes on rising behind its capacity, as it chooses."""
         limit = LIMITS[run.policy]
         over = 0.5 if run.policy == "slo" else 0.3
         return UNIT * (run.scale if run.scale <= limit else limit + over * (run.scale - limit))
 
-    board = whole(flood)
+    table = whole(flood)
     header = header_of(load_profile("h200-llama-3-8b"))
-    text = report_text("f", header, board)
+    text = report_text("f", header, table)
     assert "Not finished" not in text
     assert f"scheduler\n{header['scheduler']})" in text
-    assert "Run the sweep anew" not in text
+    assert "SweepRun the sweep anew" not in text
     row = next(line for line in text.splitlines() if line.startswith("| azure, 15 ms, 99% |")).split(" | ")
     slo, ablated, plain = (
-        best_capacity(board, family, "azure", "exact", 15, 0.99)
+        best_capacity(table, family, "azure", "exact", 15, 0.99)
         for family in (("slo",), INVENTED.ablated, INVENTED.fixed)
     )
     assert slo is not None
@@ -329,7 +333,7 @@ def test_the_report_has_capacities_and_labels_peaks_as_what_they_are() -> None:
     assert text.count("### Capacity, ") == text.count("### Peaks in a flood, ") == 2
     ratio = f"{slo.rate_rps / plain.rate_rps:.3f} times that of the best plain chunk (on 4 of 4 rows)"
     assert text.count(f"With 99% kept, the capacity of `slo` is {ratio} and ") == 2
-    peak = board.peak(Row("azure", "exact", "slo", 15))
+    peak = table.peak(Row("azure", "exact", "slo", 15))
     assert peak is not None
     share = peak.kept / peak.requests
     assert share < 0.95
@@ -339,16 +343,16 @@ def test_the_report_has_capacities_and_labels_peaks_as_what_they_are() -> None:
 
 
 def test_the_report_says_what_is_unknown_and_whose_figures_it_shows() -> None:
-    board = whole(below({**LIMITS, "chunked:64": 0.0, "chunked:512": 0.0, "slo": 99.0, "slo-order:64": 99.0}))
-    text = report_text("f", {"scheduler": "0123456789ab"}, board)
+    table = whole(below({**LIMITS, "chunked:64": 0.0, "chunked:512": 0.0, "slo": 99.0, "slo-order:64": 99.0}))
+    text = report_text("f", {"scheduler": "0123456789ab"}, table)
     row = next(line for line in text.splitlines() if line.startswith("| azure, 15 ms, 90% |")).split(" | ")
     top, floor = UNIT * RATES[-1], UNIT * RATES[0]
-    over = UNIT * max(board.row(Row("azure", "exact", "slo", 15)))  # in overload
+    over = UNIT * max(table.row(Row("azure", "exact", "slo", 15)))  # in overload
     assert row[1:4] == [f">= {over:.3g}", f"64: >= {top:.3g}", f"< {floor:.3g}"]
     assert row[5:7] == ["-", f">{over / floor:.3f}"]
     assert "figures are of another scheduler, 0123456789ab" in text
-    assert "a scheduler that the file does not name" in report_text("f", {}, board)
-    some = Board(INVENTED, [invent(Run("azure", "exact", "slo", 15, 1.0), 15, UNIT)])
+    assert "a scheduler that the file does not name" in report_text("f", {}, table)
+    some = ScoreTable(INVENTED, [invent(SweepRun("azure", "exact", "slo", 15, 1.0), 15, UNIT)])
     text = report_text("f", {}, some)
     assert "Not finished" in text
     assert "| azure, 15 ms, 90% | >= 5 | - | - | - | - | - | - |" in text
@@ -397,7 +401,7 @@ def test_the_command_runs_only_what_capacity_needs(tmp_path: Path) -> None:
 def test_slo_keeps_more_at_a_lower_rate_of_a_real_trace() -> None:
     grid = replace(Grid(), duration=120.0)
     material = load_material(grid, Path(os.environ["WEFT_TRACES"]))
-    low, high = (score_run(Run("azure", "exact", "slo", 25, scale), material)[0] for scale in (1.0, 40.0))
+    low, high = (score_run(SweepRun("azure", "exact", "slo", 25, scale), material)[0] for scale in (1.0, 40.0))
     assert low.requests == high.requests == len(material.traces["azure"].arrivals)
     assert sweep_capacity.keeps(low, 0.99)
     assert not sweep_capacity.keeps(high, 0.9)

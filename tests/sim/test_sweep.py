@@ -14,27 +14,29 @@ from pathlib import Path
 
 import pytest
 
-from weft.errors import OptionError
+from weft.errors import EngineError, OptionError
 from weft.sim.profiles import load_profile
-from weft.sim.sweep import append_scores, header_of, load_material, missing_runs, open_scores, read_scores, sweep
-from weft.sim.sweep_board import (
+from weft.sim.score_table import ScoreTable, highest
+from weft.sim.sweep import missing_runs, sweep
+from weft.sim.sweep_file import append_scores, header_of, open_scores, read_scores
+from weft.sim.sweep_findings import Findings
+from weft.sim.sweep_grid import (
     BEATEN,
     COURSES,
     FALLEN,
-    Board,
     Course,
     Grid,
     Row,
-    Run,
     Score,
+    SweepRun,
     coarse_scale,
     fine_scale_from,
     fine_scales,
-    highest,
     is_plain,
     usefulness,
 )
-from weft.sim.sweep_report import Findings, report_text, write_report
+from weft.sim.sweep_report import report_text, write_report
+from weft.sim.sweep_run import Material, load_material
 
 SMALL = Grid(
     courses=(Course("azure", "t.csv", 1.0, 0.0, lowest=0, highest=2),),
@@ -76,10 +78,10 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "fresh"
 
 
-World = Callable[[Run, int], float]
+World = Callable[[SweepRun, int], float]
 
 
-def invent(run: Run, gap: int, goodput: float) -> Score:
+def invent(run: SweepRun, gap: int, goodput: float) -> Score:
     """As in a real run, goodput must not be above the rate: what is not run follows from that."""
     assert goodput <= UNIT * run.scale * (1 + 1e-9)
     rate, requests = UNIT * run.scale, 1000
@@ -87,17 +89,17 @@ def invent(run: Run, gap: int, goodput: float) -> Score:
     return Score(run.trace, run.truth, run.policy, run.scale, rate, gap, kept, goodput, 0, 0, requests)
 
 
-def invented(grid: Grid, runs: Iterable[Run], goodput: World) -> list[Score]:
+def invented(grid: Grid, runs: Iterable[SweepRun], goodput: World) -> list[Score]:
     return [invent(run, gap, goodput(run, gap)) for run in runs for gap in run.gaps(grid)]
 
 
-def filled(grid: Grid, goodput: World, scores: Iterable[Score] = ()) -> Board:
-    """A board on which everything that is wanted was run, with made-up results."""
-    board = Board(grid, scores)
-    while missing := board.missing():
+def filled(grid: Grid, goodput: World, scores: Iterable[Score] = ()) -> ScoreTable:
+    """A table on which everything that is wanted was run, with made-up results."""
+    table = ScoreTable(grid, scores)
+    while missing := table.missing():
         for score in invented(grid, missing, goodput):
-            board.add(score)
-    return board
+            table.add(score)
+    return table
 
 
 def hill(at: float, height: float) -> Callable[[float], float]:
@@ -105,7 +107,7 @@ def hill(at: float, height: float) -> Callable[[float], float]:
     return lambda scale: height * min(scale / at, at / scale)
 
 
-def plain_falls(run: Run, gap: int) -> float:
+def plain_falls(run: SweepRun, gap: int) -> float:
     """A world in which slo wins: the small chunk is good for tight gaps, the large one for the others."""
     if run.policy == "slo":
         return hill(2.0, 10.0)(run.scale) if run.scale < 2 else 10.0
@@ -116,7 +118,7 @@ def plain_falls(run: Run, gap: int) -> float:
 
 
 @cache
-def won() -> Board:
+def won() -> ScoreTable:
     """That world's; not to be added to."""
     return filled(INVENTED, plain_falls)
 
@@ -124,7 +126,7 @@ def won() -> Board:
 def bumpy(seed: int) -> World:
     """Goodput that is anything from nothing to all of the rate, at every rate anew."""
 
-    def goodput(run: Run, gap: int) -> float:
+    def goodput(run: SweepRun, gap: int) -> float:
         chance = random.Random(f"{seed} {run} {gap}")
         kept = chance.choice((0.0, 1.0, chance.random(), chance.random() ** 4))
         return UNIT * run.scale * kept
@@ -135,7 +137,7 @@ def bumpy(seed: int) -> World:
 def smooth(seed: int) -> World:
     """A hill for each policy and gap, somewhere on the grid or beyond its ends; some are steep and some flat."""
 
-    def goodput(run: Run, gap: int) -> float:
+    def goodput(run: SweepRun, gap: int) -> float:
         chance = random.Random(f"{seed} {run[:3]} {gap}")
         at, kept, steep = 1.15 ** chance.uniform(-6, 10), chance.random(), chance.choice((0.2, 1.0, 4.0, 20.0))
         return UNIT * kept * (run.scale if run.scale < at else at * (at / run.scale) ** steep)
@@ -149,8 +151,8 @@ def smooth(seed: int) -> World:
 def test_the_grid_has_every_policy_and_plain_ones_once_for_all_gaps() -> None:
     runs = SMALL.coarse_runs()
     assert len(runs) == len(set(runs)) == 3 * (2 * 3 + 3)  # rates; gaps of slo and two ablated, three plain ones
-    assert Run("azure", "exact", "monolithic", None, 1.15) in runs
-    assert Run("azure", "exact", "slo-order:128", 50, coarse_scale(2)) in runs
+    assert SweepRun("azure", "exact", "monolithic", None, 1.15) in runs
+    assert SweepRun("azure", "exact", "slo-order:128", 50, coarse_scale(2)) in runs
     full = Grid()
     assert len(full.chunks) == 8
     assert [(course.lowest, course.highest) for course in COURSES] == [(3, 20), (-9, 4)]
@@ -166,13 +168,13 @@ def test_fine_rates_are_powers_of_one_ratio_strictly_between() -> None:
 
 
 def test_a_sweep_begins_with_the_highest_rate_of_who_refuses_and_the_lowest_of_who_does_not() -> None:
-    wanted = Board(INVENTED).missing()
+    wanted = ScoreTable(INVENTED).missing()
     assert len(wanted) == len(set(wanted)) == 2 * 2 * (2 + 3)  # traces, truths; slo for two gaps, three plain ones
     for run in wanted:
         assert run.policy not in INVENTED.ablated  # they wait for slo
         scales = INVENTED.scales(run.trace)
         assert run.scale == (scales[0] if is_plain(run.policy) else scales[-1])
-    only_these = Board(INVENTED).wanted("azure", "exact", 15)
+    only_these = ScoreTable(INVENTED).wanted("azure", "exact", 15)
     assert set(only_these) == {run for run in wanted if run[:2] == ("azure", "exact") and run.gap_ms in (15, None)}
 
 
@@ -180,20 +182,20 @@ def test_a_sweep_begins_with_the_highest_rate_of_who_refuses_and_the_lowest_of_w
 @pytest.mark.parametrize("world", [smooth, bumpy])
 def test_rates_that_are_not_run_cannot_be_a_peak(world: Callable[[int], World], seed: int) -> None:
     goodput = world(seed)
-    whole = Board(ONE, invented(ONE, ONE.coarse_runs(), goodput))
-    board = filled(ONE, goodput)
+    whole = ScoreTable(ONE, invented(ONE, ONE.coarse_runs(), goodput))
+    table = filled(ONE, goodput)
     for row in REFUSING:
         full = {scale: whole.row(row)[scale] for scale in ONE.scales("mooncake")}
-        found, expected = board.coarse_peak(row), highest(full.values())
+        found, expected = table.coarse_peak(row), highest(full.values())
         assert found is not None
         beaten = 0.0
         if row.policy != "slo":
-            slo = board.coarse_peak(row._replace(policy="slo"))
+            slo = table.coarse_peak(row._replace(policy="slo"))
             assert slo is not None
             beaten = BEATEN * slo.goodput_rps
-        not_run = full.keys() - board.row(row).keys()
+        not_run = full.keys() - table.row(row).keys()
         assert all(UNIT * scale <= max(found.goodput_rps, beaten) * (1 + 1e-9) for scale in not_run)
-        peak, most = board.peak(row), Findings(board, "mooncake", "exact", row.gap_ms).most(row.policy)
+        peak, most = table.peak(row), Findings(table, "mooncake", "exact", row.gap_ms).most(row.policy)
         assert peak is not None
         assert most is not None
         if found.goodput_rps == expected.goodput_rps:
@@ -203,60 +205,60 @@ def test_rates_that_are_not_run_cannot_be_a_peak(world: Callable[[int], World], 
             assert row.policy != "slo"
             assert expected.goodput_rps <= beaten * (1 + 1e-9)
             assert most <= beaten * (1 + 1e-9) or most == peak.goodput_rps >= expected.goodput_rps  # at a finer rate
-        anywhere = [Run.of(*row, coarse_scale(step)) for step in range(-12, 9)]  # below the grid too
+        anywhere = [SweepRun.of(*row, coarse_scale(step)) for step in range(-12, 9)]  # below the grid too
         assert most * (1 + 1e-9) >= max(peak.goodput_rps, *(goodput(run, row.gap_ms) for run in anywhere))
 
 
 def test_who_refuses_is_run_down_to_the_rate_of_its_best_goodput_and_no_further() -> None:
-    def flat(run: Run, gap: int) -> float:
+    def flat(run: SweepRun, gap: int) -> float:
         return min(UNIT * run.scale, 10.0 if gap == 15 else 3.3)
 
-    board = filled(ONE, flat)
+    table = filled(ONE, flat)
     scales = ONE.scales("mooncake")
     for row in REFUSING:
-        done = [scale for scale in scales if scale in board.row(row)]
+        done = [scale for scale in scales if scale in table.row(row)]
         assert done == [scale for scale in scales if UNIT * scale > (10.0 if row.gap_ms == 15 else 3.3)]
 
 
 def test_who_refuses_is_run_at_all_rates_while_it_has_less_goodput_than_any() -> None:
-    board = filled(ONE, lambda run, gap: 0.5)
+    table = filled(ONE, lambda run, gap: 0.5)
     for row in REFUSING:
-        assert set(ONE.scales("mooncake")) <= board.row(row).keys()
+        assert set(ONE.scales("mooncake")) <= table.row(row).keys()
 
 
 def test_an_ablated_chunk_waits_for_slo_and_is_run_only_at_rates_that_slo_has_not_beaten() -> None:
-    def poor(run: Run, gap: int) -> float:
+    def poor(run: SweepRun, gap: int) -> float:
         return min(UNIT * run.scale, 10.0 if gap == 15 else 5.5) if run.policy == "slo" else 0.3
 
-    stale = Run("mooncake", "exact", "slo-order:64", 50, coarse_scale(-3))  # as from a file of another plan
-    board = Board(ONE, invented(ONE, [stale], poor))
-    while runs := [run for run in board.missing() if not is_plain(run.policy)]:
+    stale = SweepRun("mooncake", "exact", "slo-order:64", 50, coarse_scale(-3))  # as from a file of another plan
+    table = ScoreTable(ONE, invented(ONE, [stale], poor))
+    while runs := [run for run in table.missing() if not is_plain(run.policy)]:
         for gap in ONE.gaps_ms:
             slo = Row("mooncake", "exact", "slo", gap)
             best = 10.0 if gap == 15 else 5.5
             needed = {scale for scale in ONE.scales("mooncake") if UNIT * scale > best}
-            assert board.is_complete(slo) == (needed <= board.row(slo).keys())
-            assert (board.coarse_peak(slo) is not None) == board.is_complete(slo)
+            assert table.is_complete(slo) == (needed <= table.row(slo).keys())
+            assert (table.coarse_peak(slo) is not None) == table.is_complete(slo)
             wanted = {run.policy for run in runs if run.gap_ms == gap}
-            if not board.is_complete(slo):
+            if not table.is_complete(slo):
                 assert wanted == {"slo"}
                 for policy in ONE.ablated:
-                    assert not board.is_complete(slo._replace(policy=policy))
-                    assert board.coarse_peak(slo._replace(policy=policy)) is None
+                    assert not table.is_complete(slo._replace(policy=policy))
+                    assert table.coarse_peak(slo._replace(policy=policy)) is None
         run = min(runs, key=lambda run: (run.policy == "slo", run))  # slo last: as soon as they can, the others go on
         for score in invented(ONE, [run], poor):
-            board.add(score)
+            table.add(score)
     for gap, peak in ((15, 10.0), (50, 5.5)):
         for policy in ONE.ablated:
             row = Row("mooncake", "exact", policy, gap)
-            assert board.is_complete(row)
-            done = set(ONE.scales("mooncake")) & board.row(row).keys() - {stale.scale}
+            assert table.is_complete(row)
+            done = set(ONE.scales("mooncake")) & table.row(row).keys() - {stale.scale}
             assert done == {scale for scale in ONE.scales("mooncake") if UNIT * scale > BEATEN * peak}
 
 
-def plain_rates(board: Board, policy: str = "chunked:64") -> list[float]:
+def plain_rates(table: ScoreTable, policy: str = "chunked:64") -> list[float]:
     """Those of the grid at which a plain policy was run, under every gap."""
-    rows = [board.row(Row("mooncake", "exact", policy, gap)) for gap in ONE.gaps_ms]
+    rows = [table.row(Row("mooncake", "exact", policy, gap)) for gap in ONE.gaps_ms]
     assert rows[0].keys() == rows[1].keys()
     return [scale for scale in ONE.scales("mooncake") if scale in rows[0]]
 
@@ -265,25 +267,25 @@ def plain_rates(board: Board, policy: str = "chunked:64") -> list[float]:
 def test_a_plain_policy_stops_after_it_has_fallen_for_all_gaps_and_not_before(last: dict[int, int]) -> None:
     scales = ONE.scales("mooncake")
 
-    def drowns(run: Run, gap: int) -> float:
+    def drowns(run: SweepRun, gap: int) -> float:
         """All is kept at so many of the lowest rates; then a little less than FALLEN of that."""
         good = [UNIT * scale for scale in scales[: last[gap]]]
         best = max(good, default=0.0)
         return min(UNIT * run.scale, best) if UNIT * run.scale <= best else 0.99 * FALLEN * best
 
-    board = Board(ONE)
+    table = ScoreTable(ONE)
     wanted = []
-    while runs := [run for run in board.missing() if run.policy == "chunked:64"]:
+    while runs := [run for run in table.missing() if run.policy == "chunked:64"]:
         assert len(runs) == 1  # the next rate depends on this one
-        assert not board.has_fallen("mooncake", "exact", "chunked:64")
-        assert board.coarse_peak(Row("mooncake", "exact", "chunked:64", 15)) is None
+        assert not table.has_fallen("mooncake", "exact", "chunked:64")
+        assert table.coarse_peak(Row("mooncake", "exact", "chunked:64", 15)) is None
         wanted.append(runs[0].scale)
         for score in invented(ONE, runs, drowns):
-            board.add(score)
-    assert board.has_fallen("mooncake", "exact", "chunked:64")
+            table.add(score)
+    assert table.has_fallen("mooncake", "exact", "chunked:64")
     assert wanted == scales[: max(last.values()) + 2]
     for gap, count in last.items():
-        peak = board.coarse_peak(Row("mooncake", "exact", "chunked:64", gap))
+        peak = table.coarse_peak(Row("mooncake", "exact", "chunked:64", gap))
         assert peak is not None
         assert peak.scale == scales[max(count - 1, 0)]
 
@@ -291,32 +293,32 @@ def test_a_plain_policy_stops_after_it_has_fallen_for_all_gaps_and_not_before(la
 def test_a_plain_policy_goes_on_after_one_bad_rate_or_just_enough_goodput() -> None:
     scales = ONE.scales("mooncake")
     dips = dict(zip(scales, [2.0, 2.0, 0.0, 2.0, 0.0, 2.0], strict=False))
-    board = filled(ONE, lambda run, gap: dips.get(run.scale, 0.1))
-    assert plain_rates(board) == scales[:8]
-    board = filled(ONE, lambda run, gap: 2.0 if run.scale < 1 else 2.0 * FALLEN)
-    assert plain_rates(board) == scales
+    table = filled(ONE, lambda run, gap: dips.get(run.scale, 0.1))
+    assert plain_rates(table) == scales[:8]
+    table = filled(ONE, lambda run, gap: 2.0 if run.scale < 1 else 2.0 * FALLEN)
+    assert plain_rates(table) == scales
 
 
 def test_finer_rates_do_not_make_a_plain_policy_fall() -> None:
     scales = ONE.scales("mooncake")
-    board = filled(ONE, lambda run, gap: hill(1.15**5, 3.0)(run.scale) if run.scale in scales else 0.0)
-    assert len(board.row(Row("mooncake", "exact", "chunked:64", 15))) > len(scales)
-    assert plain_rates(board) == scales
+    table = filled(ONE, lambda run, gap: hill(1.15**5, 3.0)(run.scale) if run.scale in scales else 0.0)
+    assert len(table.row(Row("mooncake", "exact", "chunked:64", 15))) > len(scales)
+    assert plain_rates(table) == scales
 
 
 def test_finer_rates_come_only_when_a_row_is_complete_and_only_near_the_peak_of_the_best() -> None:
-    def goodput(run: Run, gap: int) -> float:
+    def goodput(run: SweepRun, gap: int) -> float:
         return hill(1.15**5, 3.0 if run.policy == "chunked:64" else 2.9)(run.scale)
 
     coarse = [run for run in ONE.coarse_runs() if run.policy in ONE.fixed]
     *most, other, last = sorted(coarse, key=lambda run: run.scale)
-    board = Board(ONE, invented(ONE, most, goodput))
+    table = ScoreTable(ONE, invented(ONE, most, goodput))
     for run in (other, last):  # while one is missing, either chunk may be the better one
-        assert board.near_peaks("mooncake", "exact", 15) == {}
-        assert {one.scale for one in board.missing() if one.policy == run.policy} == {run.scale}
+        assert table.near_peaks("mooncake", "exact", 15) == {}
+        assert {one.scale for one in table.missing() if one.policy == run.policy} == {run.scale}
         for score in invented(ONE, [run], goodput):
-            board.add(score)
-    wanted = [run for run in board.wanted("mooncake", "exact", 15) if is_plain(run.policy)]
+            table.add(score)
+    wanted = [run for run in table.wanted("mooncake", "exact", 15) if is_plain(run.policy)]
     assert {run.policy for run in wanted} == {"chunked:64", "monolithic"}
     assert {run.gap_ms for run in wanted} == {None}
     assert [run.scale for run in wanted if run.policy == "chunked:64"] == fine_scales(1.15**4, 1.15**6)
@@ -324,47 +326,47 @@ def test_finer_rates_come_only_when_a_row_is_complete_and_only_near_the_peak_of_
 
 
 def test_finer_rates_are_for_slo_the_best_ablated_and_the_best_plain_chunk_alone() -> None:
-    board = won()
-    assert board.near_peaks("azure", "exact", 15).keys() == {"slo", "slo-order:64", "chunked:64"}
-    assert board.near_peaks("azure", "exact", 50).keys() == {"slo", "slo-order:512", "chunked:512"}
+    table = won()
+    assert table.near_peaks("azure", "exact", 15).keys() == {"slo", "slo-order:64", "chunked:64"}
+    assert table.near_peaks("azure", "exact", 50).keys() == {"slo", "slo-order:512", "chunked:512"}
     scales = set(INVENTED.scales("azure"))
-    assert not board.row(Row("azure", "exact", "slo-order:512", 15)).keys() - scales
-    assert not board.row(Row("azure", "exact", "slo-order:64", 50)).keys() - scales
-    assert not board.row(Row("azure", "exact", "monolithic", 15)).keys() - scales
-    assert board.row(Row("azure", "exact", "chunked:64", 15)).keys() - scales == set(fine_scales(1.15**5, 1.15**7))
+    assert not table.row(Row("azure", "exact", "slo-order:512", 15)).keys() - scales
+    assert not table.row(Row("azure", "exact", "slo-order:64", 50)).keys() - scales
+    assert not table.row(Row("azure", "exact", "monolithic", 15)).keys() - scales
+    assert table.row(Row("azure", "exact", "chunked:64", 15)).keys() - scales == set(fine_scales(1.15**5, 1.15**7))
 
 
 def test_slo_and_the_best_ablated_chunk_share_their_finer_rates() -> None:
-    board = won()
-    near = board.near_peaks("azure", "exact", 15)
-    assert board.best_of(INVENTED.ablated, "azure", "exact", 15) == "slo-order:64"
+    table = won()
+    near = table.near_peaks("azure", "exact", 15)
+    assert table.best_of(INVENTED.ablated, "azure", "exact", 15) == "slo-order:64"
     assert near["slo"] == near["slo-order:64"] == set(fine_scales(1.15**4, 1.15**6) + fine_scales(1.15**5, 1.15**7))
     for scale in near["slo"]:
-        assert scale in board.row(Row("azure", "exact", "slo", 15))
-        assert scale in board.row(Row("azure", "exact", "slo-order:64", 15))
+        assert scale in table.row(Row("azure", "exact", "slo", 15))
+        assert scale in table.row(Row("azure", "exact", "slo-order:64", 15))
 
 
 def test_slo_is_run_at_one_and_a_half_times_the_rate_of_its_peak() -> None:
-    board = filled(INVENTED, lambda run, gap: hill(1.15**3 * 1.04, 5.0)(run.scale))
+    table = filled(INVENTED, lambda run, gap: hill(1.15**3 * 1.04, 5.0)(run.scale))
     row = Row("azure", "exact", "slo", 15)
-    peak = board.peak(row)
+    peak = table.peak(row)
     assert peak is not None
     assert peak.scale == pytest.approx(1.15**3 * 1.04, rel=0.015)  # nearer than the grid is
-    scale = board.overload_scale("azure", "exact", 15)
+    scale = table.overload_scale("azure", "exact", 15)
     assert scale is not None
     assert 1.5 <= scale / peak.scale < 1.5 * 1.03
-    assert scale in board.row(row)
-    assert scale not in board.row(Row("azure", "exact", "slo-order:64", 15))
+    assert scale in table.row(row)
+    assert scale not in table.row(Row("azure", "exact", "slo-order:64", 15))
 
 
 def test_the_overload_point_is_not_taken_for_a_peak() -> None:
-    board = filled(INVENTED, lambda run, gap: run.scale)  # rises without end
-    peak = board.peak(Row("azure", "exact", "slo", 15))
+    table = filled(INVENTED, lambda run, gap: run.scale)  # rises without end
+    peak = table.peak(Row("azure", "exact", "slo", 15))
     assert peak is not None
     assert peak.scale == INVENTED.scales("azure")[-1]
-    assert max(board.row(Row("azure", "exact", "slo", 15))) > 1.5 * peak.scale
-    assert max(board.row(Row("azure", "exact", "slo-order:64", 15))) == peak.scale
-    assert ")\\* |" in report_text("f", {}, board)
+    assert max(table.row(Row("azure", "exact", "slo", 15))) > 1.5 * peak.scale
+    assert max(table.row(Row("azure", "exact", "slo-order:64", 15))) == peak.scale
+    assert ")\\* |" in report_text("f", {}, table)
 
 
 def test_the_useful_comes_first() -> None:
@@ -389,30 +391,30 @@ def test_half_a_file_leads_to_the_same_points_as_a_sweep_in_one_go(tmp_path: Pat
     for seed in range(2):
         path, chance = tmp_path / f"{seed}", random.Random(seed)
         runs = 0
-        board = Board(grid, open_scores(path, header))
-        while missing := board.missing():
+        table = ScoreTable(grid, open_scores(path, header))
+        while missing := table.missing():
             scores = invented(grid, [chance.choice(missing)], world)
             append_scores(path, scores)
             for score in scores:
-                board.add(score)
+                table.add(score)
             runs += 1
             if chance.random() < 0.1:  # stopped, and started again
-                board = Board(grid, open_scores(path, header))
+                table = ScoreTable(grid, open_scores(path, header))
         found = read_scores(path)[1]
         assert sorted(found, key=lambda score: score.order) == expected
-        assert runs == len({Run.of(*score.row, score.scale) for score in found})  # none twice
+        assert runs == len({SweepRun.of(*score.row, score.scale) for score in found})  # none twice
 
 
-def falls_sooner_for_one_gap(run: Run, gap: int) -> float:
+def falls_sooner_for_one_gap(run: SweepRun, gap: int) -> float:
     return UNIT * run.scale if run.scale < (1.5 if gap == 15 else 1.3) else 0.0
 
 
-def falls_at_once(run: Run, gap: int) -> float:
+def falls_at_once(run: SweepRun, gap: int) -> float:
     return UNIT * run.scale if run.scale < 1.3 else 0.0
 
 
-def plain_missing(board: Board) -> list[Run]:
-    return [run for run in board.missing() if is_plain(run.policy)]
+def plain_missing(table: ScoreTable) -> list[SweepRun]:
+    return [run for run in table.missing() if is_plain(run.policy)]
 
 
 @pytest.mark.parametrize(
@@ -427,22 +429,22 @@ def plain_missing(board: Board) -> list[Run]:
 def test_a_plain_run_of_which_some_lines_are_missing_is_run_again(world: World) -> None:
     """Wherever in the sweep it was stopped in the middle of writing them."""
     grid = replace(ONE, courses=(replace(ONE.courses[0], lowest=0, highest=6),), chunks=(64,))
-    board = Board(grid)
+    table = ScoreTable(grid)
     before: list[Score] = []
     cuts = []
-    while missing := plain_missing(board):
+    while missing := plain_missing(table):
         scores = invented(grid, missing[-1:], world)
         cuts.append([*before, *scores[:1]])
         before += scores
         for score in scores:
-            board.add(score)
+            table.add(score)
     assert len(cuts) > 10
     for cut in cuts:
-        board = Board(grid, cut)
-        while missing := plain_missing(board):
+        table = ScoreTable(grid, cut)
+        while missing := plain_missing(table):
             for score in invented(grid, missing, world):
-                board.add(score)
-        assert set(board.scores()) == set(before)
+                table.add(score)
+        assert set(table.scores()) == set(before)
 
 
 # --- runs ---
@@ -454,7 +456,7 @@ def test_the_file_is_the_same_whatever_the_number_of_workers(folder: Path, fresh
     assert (folder / "1").read_bytes() == fresh.read_bytes()
     header, scores, _ = read_scores(folder / "1")
     assert header == header_of(load_profile("h200-llama-3-8b"))
-    assert not missing_runs(Board(SMALL, scores))
+    assert not missing_runs(ScoreTable(SMALL, scores))
     assert [score.order for score in scores] == sorted(score.order for score in scores)
     own = (len(material.traces["azure"].arrivals)) / material.traces["azure"].span
     for score in scores:
@@ -486,8 +488,8 @@ def test_only_runs_what_was_asked_for_and_the_rest_can_follow(folder: Path, fres
 
 def test_it_stops_in_time_and_says_what_is_left(folder: Path) -> None:
     material = load_material(SMALL, folder)
-    assert sweep(material, folder / "out", 2, seconds=0) == len(missing_runs(Board(SMALL)))
-    assert sweep(material, folder / "out", 2, seconds=0, part="peaks") == len(Board(SMALL).missing()) == 2 + 3
+    assert sweep(material, folder / "out", 2, seconds=0) == len(missing_runs(ScoreTable(SMALL)))
+    assert sweep(material, folder / "out", 2, seconds=0, part="peaks") == len(ScoreTable(SMALL).missing()) == 2 + 3
     assert read_scores(folder / "out")[1] == []
 
 
@@ -511,6 +513,31 @@ def test_a_sweep_that_is_interrupted_again_and_again_ends_with_the_same_file(fol
             stops += 1
     assert stops > 2
     assert (folder / "parts").read_bytes() == fresh.read_bytes()
+
+
+def crash(run: SweepRun, material: Material) -> list[Score]:
+    os._exit(1)
+
+
+def fail(run: SweepRun, material: Material) -> list[Score]:
+    raise ValueError("no such thing")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only forked workers inherit the replaced function")
+@pytest.mark.parametrize(
+    ("score", "told"),
+    [
+        (crash, r"a worker was killed while the workers ran azure/exact/.* at x.*; was it memory\? try fewer --jobs"),
+        (fail, r"azure/exact/[^ ]* at x[0-9.]* failed:(.|\n)*in fail(.|\n)*ValueError: no such thing"),
+    ],
+)
+def test_a_run_that_fails_and_a_worker_that_dies_are_clear_errors(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, score: Callable[..., list[Score]], told: str
+) -> None:
+    monkeypatch.setattr("weft.sim.sweep_workers.score_run", score)
+    with pytest.raises(EngineError, match=told):
+        sweep(load_material(SMALL, folder), folder / "out", 2)
+    assert read_scores(folder / "out")[1] == []
 
 
 @pytest.mark.parametrize("nth", [0, -1])
@@ -539,7 +566,8 @@ PROCESS = """
 import sys
 from pathlib import Path
 from tests.sim.test_sweep import SMALL
-from weft.sim.sweep import load_material, sweep
+from weft.sim.sweep import sweep
+from weft.sim.sweep_run import load_material
 folder = Path(sys.argv[1])
 sweep(load_material(SMALL, folder), folder / "killed", jobs=2)
 """
@@ -567,7 +595,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_was(folder: Path, fresh: Path)
     assert sweep(material, out, 2, tell=lambda done, total: totals.append(total)) == 0
     assert out.read_bytes() == fresh.read_bytes()
     # A plain run makes two lines, others one.
-    assert totals[-1] <= len({Run.of(*s.row, s.scale) for s in read_scores(out)[1]}) - done / 2
+    assert totals[-1] <= len({SweepRun.of(*s.row, s.scale) for s in read_scores(out)[1]}) - done / 2
 
 
 def _is_alive(group: int) -> bool:
@@ -645,7 +673,7 @@ def test_the_report_states_what_the_scores_say() -> None:
 
 
 def test_the_report_says_where_a_claim_fails() -> None:
-    def fails(run: Run, gap: int) -> float:
+    def fails(run: SweepRun, gap: int) -> float:
         if run.truth == "disturbed" and run.policy == "slo" and run.scale > 2:
             return 0.5 * plain_falls(run, gap)
         return plain_falls(run, gap)
@@ -654,7 +682,7 @@ def test_the_report_says_where_a_claim_fails() -> None:
     assert [claim.count("**does not hold**") for claim in claims] == [0, 0, 0, 1]
     assert "disturbed: **does not hold** (0.50" in claims[3]
 
-    def slow(run: Run, gap: int) -> float:
+    def slow(run: SweepRun, gap: int) -> float:
         return 0.5 * plain_falls(run, gap) if run.policy == "slo" and run.trace == "mooncake" else plain_falls(run, gap)
 
     claims = claims_in(report_text("f", {}, filled(INVENTED, slow)))
@@ -668,7 +696,7 @@ LOWEST = UNIT * coarse_scale(-4)
 def capped(slo: float, plain: float, at: float) -> World:
     """slo keeps all up to so many requests/s, and so does one ablated chunk; plain chunks have a peak at this scale."""
 
-    def goodput(run: Run, gap: int) -> float:
+    def goodput(run: SweepRun, gap: int) -> float:
         if is_plain(run.policy):
             return hill(at, plain)(run.scale)
         good = run.policy == "slo" or (gap == 15) == run.policy.endswith(":64")
@@ -680,15 +708,15 @@ def capped(slo: float, plain: float, at: float) -> World:
 @pytest.mark.parametrize("step", [-4, -3])
 def test_a_peak_below_the_lowest_rate_counts_as_that_rate(step: int) -> None:
     """Wherever it is: at lower rates, which are not run, there might be a higher one."""
-    board = filled(INVENTED, capped(3.5, 0.5, coarse_scale(step)))
-    one = Findings(board, "mooncake", "exact", 15)
+    table = filled(INVENTED, capped(3.5, 0.5, coarse_scale(step)))
+    one = Findings(table, "mooncake", "exact", 15)
     assert one.peaks["chunked:64"].goodput_rps == one.peaks["chunked:512"].goodput_rps == 0.5
     assert one.most("chunked:64") == one.most("chunked:512") == pytest.approx(LOWEST)
     assert one.over_plain() == pytest.approx(3.5 / LOWEST)
     assert one.over_best("chunked:64") == pytest.approx(LOWEST / 3.5)
     assert one.peaks["slo-order:512"].goodput_rps == 1.0
     assert one.most("slo-order:512") == pytest.approx(LOWEST)  # it is above BEATEN of slo's peak, so it was run there
-    text = report_text("f", {}, board)
+    text = report_text("f", {}, table)
     rows = [line for line in text.splitlines() if line.startswith("| mooncake, 15 ms |")]
     star, rate = "\\*" if step == -4 else "", UNIT * coarse_scale(step)
     share = round(1000 * 0.5 / rate) / 1000
@@ -703,29 +731,29 @@ def test_a_peak_below_the_lowest_rate_counts_as_that_rate(step: int) -> None:
 
 
 def test_a_peak_above_the_lowest_rate_counts_as_what_it_is() -> None:
-    board = filled(INVENTED, capped(7.0, 3.0, coarse_scale(2)))
-    one = Findings(board, "mooncake", "exact", 15)
+    table = filled(INVENTED, capped(7.0, 3.0, coarse_scale(2)))
+    one = Findings(table, "mooncake", "exact", 15)
     assert LOWEST < 3
     assert one.most("chunked:64") == one.peaks["chunked:64"].goodput_rps == 3.0
     assert one.over_plain() == pytest.approx(7 / 3)
     assert one.over_best("chunked:64") == pytest.approx(3 / 7)
     assert one.most("slo-order:64") == one.most("slo") == 7.0
     assert one.over_ablated() == 1.0
-    claims = claims_in(report_text("f", {}, board))
+    claims = claims_in(report_text("f", {}, table))
     assert [claim.count("**holds**") for claim in claims] == [2, 2, 2, 2]
     assert "(2.333 or more, least for mooncake, 15 ms)" in claims[2]
 
 
 def test_an_ablated_peak_counts_as_the_highest_rate_that_was_not_run() -> None:
-    board = filled(ONE, lambda run, gap: min(UNIT * run.scale, 7.0 if run.policy == "slo" else 1.0))
-    one = Findings(board, "mooncake", "exact", 15)
-    lowest = min(board.row(Row("mooncake", "exact", "slo-order:512", 15)))
+    table = filled(ONE, lambda run, gap: min(UNIT * run.scale, 7.0 if run.policy == "slo" else 1.0))
+    one = Findings(table, "mooncake", "exact", 15)
+    lowest = min(table.row(Row("mooncake", "exact", "slo-order:512", 15)))
     assert UNIT * coarse_scale(0) < BEATEN * 7.0 < UNIT * lowest
     assert one.peaks["slo-order:512"].goodput_rps == 1.0
     assert one.most("slo-order:512") == pytest.approx(UNIT * coarse_scale(0))
     assert one.over_best("slo-order:512") == pytest.approx(UNIT * coarse_scale(0) / 7)
     assert one.over_ablated() == pytest.approx(7 / UNIT / coarse_scale(0))
-    unknown = Findings(Board(ONE), "mooncake", "exact", 15)
+    unknown = Findings(ScoreTable(ONE), "mooncake", "exact", 15)
     assert unknown.most("slo-order:512") is unknown.over_best("slo-order:512") is unknown.over_ablated() is None
 
 

@@ -165,7 +165,7 @@ def _policies(arguments: argparse.Namespace) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ServedEngine:
     """An engine that is ready to serve."""
 
     facts: dict[str, Any]  # as in /server_info
@@ -186,7 +186,7 @@ class Subject:
 
 
 @contextmanager
-def _subject(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
+def _served_engine(arguments: argparse.Namespace, policy: str) -> Iterator[ServedEngine]:
     if arguments.embedded:
         with _embedded(arguments, policy) as found:
             yield found
@@ -210,11 +210,11 @@ def _subject(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
             served = on_fast_loop(replay(url, trace, vocab_size=vocab_size, words=words, key=key or None, show=show))
             return served if arguments.url is not None else replace(served, others=others.share())
 
-        yield Subject(facts, info["engine_options"]["max_num_batched_tokens"], info["model"], play)
+        yield ServedEngine(facts, info["engine_options"]["max_num_batched_tokens"], info["model"], play)
 
 
 @contextmanager
-def _embedded(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
+def _embedded(arguments: argparse.Namespace, policy: str) -> Iterator[ServedEngine]:
     import msgspec
 
     from weft.bench.engine.replay import replay
@@ -235,7 +235,7 @@ def _embedded(arguments: argparse.Namespace, policy: str) -> Iterator[Subject]:
                 others = Others()
                 return replace(replay(engine, trace, prompts, advance), others=others.share())
 
-        yield Subject(facts, options.max_num_batched_tokens, options.model or "default model", play)
+        yield ServedEngine(facts, options.max_num_batched_tokens, options.model or "default model", play)
 
 
 def _engine(arguments: argparse.Namespace, policy: str) -> argparse.Namespace:
@@ -292,8 +292,8 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
         calibration = load_profile(arguments.profile) if arguments.profile is not None else None
         if calibration is None and arguments.url is None and policies[0] != "slo":
             _say("starting an engine with targets for its calibration")
-            with _subject(arguments, "slo") as subject:
-                calibration = _calibrated(subject)
+            with _served_engine(arguments, "slo") as engine:
+                calibration = _calibrated(engine)
         for policy in policies:
             plays.append(_play(arguments, policy, calibration))
             calibration = plays[-1].calibration
@@ -331,21 +331,21 @@ def _play(arguments: argparse.Namespace, policy: str, calibration: "Profile | No
             if number == 0 or arguments.url is None:
                 stack.close()
                 _say(f"{arguments.url or policy}: waiting for the engine")
-                subject = stack.enter_context(_subject(arguments, policy))
-                calibration = calibration or _calibrated(subject)
-                if _has_targets(subject.facts) and arguments.url is not None:
+                engine = stack.enter_context(_served_engine(arguments, policy))
+                calibration = calibration or _calibrated(engine)
+                if _has_targets(engine.facts) and arguments.url is not None:
                     _refuse(arguments, {*TARGETS}, "the server at --url has targets of its own; leave it out")
-                trace, left_out = _slice(arguments, subject.facts)
+                trace, left_out = _slice(arguments, engine.facts)
             _say(f"served run {number + 1} of {arguments.repeats}: {len(trace.arrivals)} requests")
-            runs.append(subject.play(trace, words + number))
-    facts = subject.facts
+            runs.append(engine.play(trace, words + number))
+    facts = engine.facts
     assert calibration is not None
     # Without a target, slo cannot limit the size of a step and serves like chunked.
     served_as = "chunked" if facts["policy"] == "slo" and not _has_targets(facts) else facts["policy"]
-    profile = subject.profile(calibration)
+    profile = engine.profile(calibration)
     request = sum(run.request for run in runs) / len(runs)  # measured before each run, like the calibration
     profile = replace(profile, host=replace(profile.host, request=request))
-    return Play(served_as, facts, subject.model, calibration, profile, trace, left_out, runs)
+    return Play(served_as, facts, engine.model, calibration, profile, trace, left_out, runs)
 
 
 def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
@@ -376,7 +376,7 @@ def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
         "runs": [asdict(one) for one in runs],
         "simulated": asdict(virtual),
         "lines": [line._asdict() for line in fidelity.compared(runs, virtual)],
-        "inside": [line._asdict() for line in fidelity.inside_lines(play.runs, virtual)],
+        "inside": [line._asdict() for line in fidelity.inside_figures(play.runs, virtual)],
         "outside_ms": fidelity.outside_ms(play.runs),
         "token_ms": None if token is None else token * 1e3,
         "correction_ms": {name: value * 1e3 for name, value in correction._asdict().items()},
@@ -409,14 +409,14 @@ def _about(arguments: argparse.Namespace, play: Play, shape: str | None) -> dict
     }
 
 
-def _calibrated(subject: Subject) -> "Profile":
+def _calibrated(engine: ServedEngine) -> "Profile":
     from weft.sim.profiles import read_profile
 
-    if subject.facts.get("profile") is None:
+    if engine.facts.get("profile") is None:
         raise OptionError(
             "the engine has no calibration, as it has no targets: give --profile, as weft calibrate --profile writes it"
         )
-    return read_profile("calibration", subject.facts["profile"])
+    return read_profile("calibration", engine.facts["profile"])
 
 
 def _slice(arguments: argparse.Namespace, facts: dict[str, Any]) -> "tuple[Trace, int]":

@@ -172,13 +172,13 @@ async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
     from weft.bench.engine.interference import Scenario
     from weft.bench.http.client import Client
     from weft.bench.http.interference import interfere
-    from weft.bench.http.prompts import Atoms, make_asks
-    from weft.bench.http.workload import Wish
+    from weft.bench.http.prompts import Atoms, make_requests
+    from weft.bench.http.workload import RequestSpec
 
     scenario = Scenario()
     tokens = arguments.prompt_tokens or scenario.prompt_tokens
-    streams = [Wish(0.0, scenario.stream_prompt, STREAM_TOKENS)] * scenario.streams
-    prompts = [Wish(number * scenario.every, tokens, 1) for number in range(scenario.prompts)]
+    streams = [RequestSpec(0.0, scenario.stream_prompt, STREAM_TOKENS)] * scenario.streams
+    prompts = [RequestSpec(number * scenario.every, tokens, 1) for number in range(scenario.prompts)]
     words = int(time.time())  # new prompts in every run: a prompt in the server's prefix cache would disturb nothing
     async with Client(arguments.url, arguments.model, key=api_key(arguments)) as client:
         await client.meet()
@@ -186,8 +186,8 @@ async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
             print("note: the server refused ignore_eos: streams may end too soon", file=sys.stderr)
         atoms = await Atoms.find(client.count)
         for number in range(arguments.runs):
-            asks = await make_asks([*streams, *prompts], atoms, words + number, client.count)
-            seen.append(await interfere(client, asks[: len(streams)], asks[len(streams) :]))
+            requests = await make_requests([*streams, *prompts], atoms, words + number, client.count)
+            seen.append(await interfere(client, requests[: len(streams)], requests[len(streams) :]))
             _print_parts(f"{number + 1}", _parts(seen[-1]), seen[-1].read)
             print("  first tokens of the long prompts after", _milliseconds(seen[-1].ttfts), flush=True)
 

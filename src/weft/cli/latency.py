@@ -6,13 +6,13 @@ from dataclasses import asdict, replace
 
 from weft.bench.engine.latency import SAMPLING, decode_obstacle, measure_decode, measure_prefill, prefill_obstacle
 from weft.bench.engine.limits import measure_ceilings
-from weft.bench.engine.shapes import subject
+from weft.bench.engine.shapes import warm_engine
 from weft.cli.shapes import (
     add_shape_arguments,
     at_least_one,
     described,
     device_kind,
-    print_subject,
+    print_engine,
     shape_options,
     write_json,
 )
@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     at_least_one(arguments, "batch", "prompt", "decode_steps")
     options = shape_options(arguments, max_num_seqs=max(arguments.batch))
     decode, prefill, left_out = [], [], []
-    with subject(arguments.shape, options) as found:
-        print_subject(found)
+    with warm_engine(arguments.shape, options) as found:
+        print_engine(found)
         ceilings = measure_ceilings(found.device, found.dtype)
         copy, matmul = ceilings.copy / 1e12, ceilings.matmul / 1e12
         print(f"limits: copy {copy:.3g} TB/s, matrix product {matmul:.3g} TFLOP/s\n")

@@ -20,12 +20,12 @@ from weft.errors import EngineError, OptionError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from weft.bench.http.ask import Ask
     from weft.bench.http.client import Client
-    from weft.bench.http.drive import Run
+    from weft.bench.http.drive import LoadRun
     from weft.bench.http.figures import Goals
+    from weft.bench.http.load_request import LoadRequest
     from weft.bench.http.prompts import Count
-    from weft.bench.http.workload import Wish
+    from weft.bench.http.workload import RequestSpec
 
 R = TypeVar("R")
 SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
@@ -245,23 +245,23 @@ def _check(arguments: argparse.Namespace) -> None:
             raise OptionError(f"--{name} inf must be a number")
 
 
-async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tuple[Client, Run]":
+async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tuple[Client, LoadRun]":
     """Sends all requests. Returns the client and the run; after a Ctrl-C, the run has the results so far."""
     from weft.bench.http.client import Client
-    from weft.bench.http.drive import Run, drive
+    from weft.bench.http.drive import LoadRun, drive
     from weft.bench.http.live import live_view
 
-    run = Run()
+    run = LoadRun()
     options = {"endpoint": arguments.endpoint, "key": api_key(arguments), "temperature": arguments.temperature}
     async with Client(url, arguments.model, timeout=arguments.timeout, **options) as client:
         await client.meet()
-        asks, run.left_out = await _asks(arguments, client, words)
+        requests, run.left_out = await _requests(arguments, client, words)
         show = arguments.progress and sys.stderr.isatty()
         async with live_view(run, show):
             driving = asyncio.create_task(
                 drive(
                     client,
-                    asks,
+                    requests,
                     concurrency=arguments.max_concurrency,
                     open_loop=not is_closed(arguments),
                     duration=arguments.duration,
@@ -278,7 +278,7 @@ async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tupl
 
 
 @contextlib.contextmanager
-def _interrupting(task: "asyncio.Task[Run]") -> Any:
+def _interrupting(task: "asyncio.Task[LoadRun]") -> Any:
     """Makes Ctrl-C and SIGTERM cancel the task; the results so far are still reported."""
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -296,28 +296,28 @@ def _interrupting(task: "asyncio.Task[Run]") -> Any:
             signal.signal(number, handler or signal.SIG_DFL)  # removing alone does not restore the previous handler
 
 
-async def _asks(arguments: argparse.Namespace, client: "Client", words: int) -> "tuple[Sequence[Ask], int]":
+async def _requests(arguments: argparse.Namespace, client: "Client", words: int) -> "tuple[Sequence[LoadRequest], int]":
     """The requests to send, and the number of requests left out because they are too long for the model."""
-    from weft.bench.http.prompts import Atoms, Endless, counted, make_asks
+    from weft.bench.http.prompts import Atoms, RepeatingRequests, counted, make_requests
     from weft.bench.http.workload import cut
 
     count, seed = _counter(arguments, client), arguments.seed + 1_000_003 * words
-    wishes, left_out = _wishes(arguments), None
+    specs, left_out = _specs(arguments), None
     atoms = await Atoms.find(count)
     if arguments.sharegpt is not None:
-        wishes = await counted(wishes, atoms, seed, count)
+        specs = await counted(specs, atoms, seed, count)
     longest = await _context(client)
     if longest is not None:
-        wishes, left_out = cut(wishes, longest)
+        specs, left_out = cut(specs, longest)
         if left_out is not None:
             print(f"weft: {left_out}", file=sys.stderr)
-    if not wishes:
+    if not specs:
         raise OptionError("no requests are left to send: choose shorter lengths, or another trace")
     if arguments.trace is not None:  # some of its prompts may be shorter than the tokens that a server adds to each
-        wishes = [wish._replace(prompt_tokens=max(wish.prompt_tokens, atoms.least)) for wish in wishes]
-    _check_window(arguments, max(wish.at for wish in wishes))
-    asks = await make_asks(wishes, atoms, seed, count)
-    sent = Endless(asks, wishes, atoms, seed) if _fills_its_time(arguments) else asks
+        specs = [spec._replace(prompt_tokens=max(spec.prompt_tokens, atoms.least)) for spec in specs]
+    _check_window(arguments, max(spec.at for spec in specs))
+    requests = await make_requests(specs, atoms, seed, count)
+    sent = RepeatingRequests(requests, specs, atoms, seed) if _fills_its_time(arguments) else requests
     return sent, 0 if left_out is None else left_out.count
 
 
@@ -340,18 +340,18 @@ def _fills_its_time(arguments: argparse.Namespace) -> bool:
     return is_closed(arguments) and arguments.num_prompts is None and arguments.duration < math.inf
 
 
-def _wishes(arguments: argparse.Namespace) -> "list[Wish]":
-    """The wishes: lengths or texts, with times. Given texts (ShareGPT) have no lengths yet."""
+def _specs(arguments: argparse.Namespace) -> "list[RequestSpec]":
+    """The specs: lengths or texts, with times. Given texts (ShareGPT) have no lengths yet."""
     import numpy as np
 
     from weft.bench.http import workload
 
     random = np.random.default_rng(arguments.seed)
     if arguments.trace is not None:
-        wishes = workload.of_trace(
+        specs = workload.of_trace(
             arguments.trace, rate_scale=arguments.rate_scale, duration=None, count=arguments.num_prompts
         )
-        return [wish for wish in wishes if wish.at <= arguments.duration]
+        return [spec for spec in specs if spec.at <= arguments.duration]
     number = arguments.num_prompts
     is_timed = arguments.duration < math.inf and arguments.request_rate < math.inf
     if number is None and not is_timed:
@@ -374,7 +374,7 @@ def _wishes(arguments: argparse.Namespace) -> "list[Wish]":
     if conversations:
         if arguments.num_prompts is None and is_timed and len(conversations) < len(times):
             _note_few(arguments.sharegpt, len(conversations), len(times))
-        return [wish._replace(at=float(at)) for wish, at in zip(conversations, times, strict=False)]
+        return [spec._replace(at=float(at)) for spec, at in zip(conversations, times, strict=False)]
     prompt = workload.parse_lengths(arguments.input_len, "--input-len")
     output = workload.parse_lengths(arguments.output_len, "--output-len")
     return workload.drawn(len(times), times, prompt, output, random)
@@ -404,9 +404,9 @@ async def _context(client: "Client") -> int | None:
 
 
 def _figures(
-    run: "Run", arguments: argparse.Namespace, url: str, client: "Client", goals: "Goals | None"
+    run: "LoadRun", arguments: argparse.Namespace, url: str, client: "Client", goals: "Goals | None"
 ) -> dict[str, Any]:
-    from weft.bench.http.figures import DEFINITIONS, Window, figures
+    from weft.bench.http.figures import DEFINITIONS, MeasurementWindow, figures
 
     about = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
@@ -421,10 +421,10 @@ def _figures(
         "retry_refused": arguments.retry_refused,
     }
     try:
-        window = Window.of(run.replies, arguments.warmup, arguments.cooldown)
+        window = MeasurementWindow.of(run.replies, arguments.warmup, arguments.cooldown)
     except OptionError as error:  # the run was interrupted early, or a closed loop ended early
         print(f"weft: {error}; all requests are counted", file=sys.stderr)
-        window = Window(0.0, math.inf)
+        window = MeasurementWindow(0.0, math.inf)
     counted = {"warmup_s": arguments.warmup, "cooldown_s": arguments.cooldown}
     return {**about, **counted, **figures(run, window, goals), "definitions": DEFINITIONS}
 
@@ -501,7 +501,7 @@ def _show(found: dict[str, Any]) -> None:
         )
 
 
-def _detailed(run: "Run") -> list[dict[str, Any]]:
+def _detailed(run: "LoadRun") -> list[dict[str, Any]]:
     return [
         {
             "number": reply.number,

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 from weft.bench.engine.limits import H200_COPY, measure_copy
 from weft.bench.engine.offline import WORKLOADS, measure
-from weft.bench.engine.shapes import subject
-from weft.cli.shapes import add_shape_arguments, at_least_one, described, print_subject, shape_options, write_json
+from weft.bench.engine.shapes import warm_engine
+from weft.cli.shapes import add_shape_arguments, at_least_one, described, print_engine, shape_options, write_json
 from weft.errors import OptionError
 from weft.progress import work_progress
 
@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         requests = requests[: arguments.num_prompts]
     # The progress bar takes CPU time from the loop, so it is shown only on a terminal.
     show = arguments.progress and sys.stderr.isatty()
-    with subject(arguments.shape, shape_options(arguments, arguments.max_num_seqs)) as found:
-        print_subject(found)
+    with warm_engine(arguments.shape, shape_options(arguments, arguments.max_num_seqs)) as found:
+        print_engine(found)
         with work_progress("tokens", sum(request.max_tokens for request in requests), show) as advance:
             result = measure(found.engine, requests, advance)
         copy = measure_copy(found.device)

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from weft.bench.engine.shapes import SHAPES, Subject, chosen_device
+from weft.bench.engine.shapes import SHAPES, WarmEngine, chosen_device
 from weft.engine.options import EngineOptions
 from weft.errors import EngineError, OptionError
 
@@ -64,24 +64,24 @@ def device_kind(name: str) -> str:
     return "cuda" if name.startswith("cuda") else "cpu"
 
 
-def print_subject(subject: Subject) -> None:
-    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in subject.parts.items())
+def print_engine(warm: WarmEngine) -> None:
+    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in warm.parts.items())
     print(
-        f"{subject.shape}, {subject.dtype_name}, {subject.device_name}\n"
-        f"start-up: first token after {subject.first_token:.1f} s ({parts})",
+        f"{warm.shape}, {warm.dtype_name}, {warm.device_name}\n"
+        f"start-up: first token after {warm.first_token:.1f} s ({parts})",
         flush=True,
     )
 
 
-def described(subject: Subject) -> dict[str, Any]:
-    """The subject's properties for JSON."""
+def described(warm: WarmEngine) -> dict[str, Any]:
+    """The warm's properties for JSON."""
     return {
-        "shape": subject.shape,
-        "device": subject.device_name,
-        "dtype": subject.dtype_name,
-        "startup_parts_s": subject.parts,
-        "ready_s": subject.ready,
-        "startup_s": subject.first_token,
+        "shape": warm.shape,
+        "device": warm.device_name,
+        "dtype": warm.dtype_name,
+        "startup_parts_s": warm.parts,
+        "ready_s": warm.ready,
+        "startup_s": warm.first_token,
     }
 
 

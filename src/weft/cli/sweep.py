@@ -11,7 +11,7 @@ from weft.cli.estimate import SWEEP, tell_estimate
 from weft.errors import OptionError
 
 if TYPE_CHECKING:
-    from weft.sim.sweep_board import Run
+    from weft.sim.sweep_grid import SweepRun
 
 EPILOG = """\
 Names of runs are TRACE/TRUTH/POLICY/GAP, such as azure/exact/slo/25ms; plain policies (monolithic, chunked:N) look at
@@ -54,9 +54,10 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from weft.sim.sweep import check_jobs, load_material, sweep
-    from weft.sim.sweep_board import Grid
+    from weft.sim.sweep import check_jobs, sweep
+    from weft.sim.sweep_grid import Grid
     from weft.sim.sweep_report import write_report
+    from weft.sim.sweep_run import load_material
 
     if arguments.report and arguments.table is None:
         raise OptionError("--report needs --table FILE.md to write to")
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tell_estimate(arguments: argparse.Namespace, runs: "list[Run]", jobs: int) -> None:
+def _tell_estimate(arguments: argparse.Namespace, runs: "list[SweepRun]", jobs: int) -> None:
     share = sum(arguments.only in run.name for run in runs) / len(runs)
     if not share:
         return  # `sweep` reports it as an error

@@ -51,7 +51,7 @@ class Served:
     others: float | None = None  # share of the machine's CPU time that other processes used; None: not known
 
 
-class Line(NamedTuple):
+class ComparedFigure(NamedTuple):
     """One figure, served and simulated. Shares and errors are fractions: 0.05 is 5%."""
 
     name: str  # such as "TTFT ms p99"
@@ -141,7 +141,7 @@ def _with_token(profile: Profile, token: float | None) -> Profile:
     return profile if token is None else replace(profile, host=replace(profile.host, token=token))
 
 
-def compared(served: Sequence[Report], simulated: Report) -> list[Line]:
+def compared(served: Sequence[Report], simulated: Report) -> list[ComparedFigure]:
     """All figures: TTFT and gap at three percentiles, tokens per second, and the share of promises kept."""
     lines = []
     for key, name in TIMES.items():
@@ -152,11 +152,11 @@ def compared(served: Sequence[Report], simulated: Report) -> list[Line]:
     kept = [one.kept for one in served]
     mean = sum(kept) / len(kept)
     between = max(kept) - min(kept) if len(kept) > 1 else None
-    lines.append(Line("promises kept", mean, simulated.kept, simulated.kept - mean, between))
+    lines.append(ComparedFigure("promises kept", mean, simulated.kept, simulated.kept - mean, between))
     return lines
 
 
-def inside_lines(served: Sequence[Served], simulated: Report) -> list[Line]:
+def inside_figures(served: Sequence[Served], simulated: Report) -> list[ComparedFigure]:
     """TTFT as the server measured it: shows the error without network and client."""
     found = [np.percentile(one.inside, [50, 99, 99.9]) * 1e3 for one in served if len(one.inside)]
     if not found:
@@ -199,11 +199,11 @@ def step_errors(served: Sequence[Served], profile: Profile) -> dict[str, dict[st
     return found
 
 
-def _line(name: str, served: Sequence[float], simulated: float) -> Line:
+def _line(name: str, served: Sequence[float], simulated: float) -> ComparedFigure:
     mean = sum(served) / len(served)
     error = simulated / mean - 1 if mean else None
     between = (max(served) - min(served)) / mean if mean and len(served) > 1 else None
-    return Line(name, mean, simulated, error, between)
+    return ComparedFigure(name, mean, simulated, error, between)
 
 
 # --- results as text: `result` is the object that the command writes as JSON ---

@@ -18,7 +18,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from weft.sim.sweep_board import FINE, Board, Grid, Row, Run, Score, coarse_scale, fine_scales
+from weft.sim.score_table import ScoreTable
+from weft.sim.sweep_grid import FINE, Grid, Row, Score, SweepRun, coarse_scale, fine_scales
 
 SHARES = (0.99, 0.9)  # of all requests; the higher first, because its runs also help for the lower
 BELOW = 10  # steps of COARSE below the lowest rate of the grid: to about a quarter of it
@@ -71,20 +72,20 @@ def capacity(scores: Iterable[Score], share: float) -> Capacity | None:
 
 
 def best_capacity(
-    board: Board, policies: Sequence[str], trace: str, truth: str, gap: int, share: float
+    table: ScoreTable, policies: Sequence[str], trace: str, truth: str, gap: int, share: float
 ) -> Capacity | None:
     """The highest capacity of several policies. If no policy keeps the share, the one with the highest upper bound."""
-    rows = (board.row(Row(trace, truth, policy, gap)).values() for policy in policies)
+    rows = (table.row(Row(trace, truth, policy, gap)).values() for policy in policies)
     found = [one for one in (capacity(row, share) for row in rows) if one is not None]
     return max(found, key=lambda one: (one.rate_rps, one.limit_rps), default=None)
 
 
-def wanted(board: Board, trace: str, truth: str, gap: int) -> list[Run]:
+def wanted(table: ScoreTable, trace: str, truth: str, gap: int) -> list[SweepRun]:
     """The next runs of the capacity search: at most one for each family of policies."""
     runs = []
-    for family in families(board.grid, gap):
+    for family in families(table.grid, gap):
         try:
-            _search_family(board, family, trace, truth, gap)
+            _search_family(table, family, trace, truth, gap)
         except _Needed as needed:
             runs.append(needed.run)
     return list(dict.fromkeys(runs))
@@ -110,22 +111,22 @@ def ladder(grid: Grid, trace: str) -> list[float]:
 class _Needed(Exception):
     """Raised when a search needs the score of a rate that was not run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: SweepRun) -> None:
         self.run = run
 
 
-def _search_family(board: Board, policies: Sequence[str], trace: str, truth: str, gap: int) -> None:
+def _search_family(table: ScoreTable, policies: Sequence[str], trace: str, truth: str, gap: int) -> None:
     """Finds the best policy for every share. Raises _Needed at the first score that is missing."""
     rejected: Mapping[str, float] = {}
     for share in SHARES:
 
         def kept(policy: str, scale: float, share: float = share) -> bool:
-            score = board.row(Row(trace, truth, policy, gap)).get(scale)
+            score = table.row(Row(trace, truth, policy, gap)).get(scale)
             if score is None:
-                raise _Needed(Run.of(trace, truth, policy, gap, scale))
+                raise _Needed(SweepRun.of(trace, truth, policy, gap, scale))
             return keeps(score, share)
 
-        best = find_best(policies, kept, ladder(board.grid, trace), rejected)
+        best = find_best(policies, kept, ladder(table.grid, trace), rejected)
         rejected = best.rejected
         policies = sorted(policies, key=lambda policy: policy != best.policy)  # the best one is likely to win again
 

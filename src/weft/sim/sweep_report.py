@@ -1,31 +1,20 @@
 """The report of a sweep: a document with tables and claims. Every number comes from the scores."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from weft.errors import OptionError
-from weft.sim import sweep_capacity
 from weft.sim.compare import KEPT_GAPS
-from weft.sim.sweep import missing_runs, read_scores, scheduler_hash
-from weft.sim.sweep_board import (
-    BEATEN,
-    COARSE,
-    FALLEN,
-    FINE,
-    OVERLOAD,
-    TRUTHS,
-    Board,
-    Course,
-    Grid,
-    Row,
-    Score,
-    highest,
-)
+from weft.sim.score_table import ScoreTable
+from weft.sim.sweep import missing_runs
 from weft.sim.sweep_capacity import BELOW, Capacity
+from weft.sim.sweep_capacity import SHARES as SEARCHED_SHARES
+from weft.sim.sweep_file import read_scores, scheduler_hash
+from weft.sim.sweep_findings import Findings, capacity_ratio
+from weft.sim.sweep_grid import BEATEN, COARSE, FALLEN, FINE, OVERLOAD, TRUTHS, Course, Grid, Score
 
-SHARES = tuple(sorted(sweep_capacity.SHARES))
+SHARES = tuple(sorted(SEARCHED_SHARES))
 
 # Thresholds of the four claims, and the trace of the third.
 NEAR_BEST, FIXED_FALLS, WIN, HOLDS_UP = 0.99, 0.8, 1.25, 0.9
@@ -37,13 +26,13 @@ def write_report(path: Path, table: Path, grid: Grid) -> None:
     header, scores, _ = read_scores(path)
     if not scores:
         raise OptionError(f"{path} has no scores yet; run the sweep without --report first")
-    table.write_text(report_text(path.name, header, Board(grid, scores)), encoding="utf-8")
+    table.write_text(report_text(path.name, header, ScoreTable(grid, scores)), encoding="utf-8")
 
 
-def report_text(file: str, header: Mapping[str, Any], board: Board) -> str:
-    grid = board.grid
-    missing = len(missing_runs(board))
-    groups = [Findings(board, *group) for group in grid.groups()]
+def report_text(file: str, header: Mapping[str, Any], table: ScoreTable) -> str:
+    grid = table.grid
+    missing = len(missing_runs(table))
+    groups = [Findings(table, *group) for group in grid.groups()]
     parts = [_preface(file, header, grid, missing)]
     for truth in grid.truths:
         here = [one for one in groups if one.truth == truth]
@@ -61,108 +50,6 @@ def report_text(file: str, header: Mapping[str, Any], board: Board) -> str:
         *(f"{number}. {line}" for number, line in enumerate(_claims(groups, grid), start=1)),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-class Findings:
-    """Results for one trace, truth and gap target."""
-
-    def __init__(self, board: Board, trace: str, truth: str, gap: int) -> None:
-        self.trace, self.truth, self.gap = trace, truth, gap
-        self.board, self.grid = board, board.grid
-        rows = {policy: Row(trace, truth, policy, gap) for policy in self.grid.policies}
-        self.scores = {policy: board.row(row) for policy, row in rows.items()}
-        self.searched = {policy: board.peak_search(row)[0] for policy, row in rows.items()}
-        found = {policy: board.peak(row) for policy, row in rows.items()}
-        self.peaks = {policy: peak for policy, peak in found.items() if peak is not None}
-
-    @property
-    def name(self) -> str:
-        return f"{self.trace}, {self.gap} ms"
-
-    def best(self, policies: Sequence[str]) -> Score | None:
-        peaks = [self.peaks[policy] for policy in policies if policy in self.peaks]
-        return highest(peaks) if peaks else None
-
-    def over_best(self, policy: str) -> float | None:
-        """Upper bound of a policy's peak (see `most`), divided by the best peak of any policy."""
-        best, most = self.best(self.grid.policies), self.most(policy)
-        return None if best is None or most is None else most / max(best.goodput_rps, 1e-12)
-
-    def most(self, policy: str) -> float | None:
-        """Upper bound of a policy's goodput: its peak, or the highest grid rate below the rates of its search."""
-        peak = self.peaks.get(policy)
-        if peak is None or not self.searched[policy]:
-            return None
-        unit, lowest = peak.rate_rps / peak.scale, min(self.searched[policy])
-        below = [scale for scale in self.grid.scales(self.trace) if scale < lowest]
-        return max(peak.goodput_rps, unit * (below[-1] if below else lowest))
-
-    def over_ablated(self) -> float | None:
-        return self._over_most(self.grid.ablated)
-
-    def over_plain(self) -> float | None:
-        return self._over_most(self.grid.fixed)
-
-    def _over_most(self, policies: Sequence[str]) -> float | None:
-        """slo's peak divided by the highest upper bound among these policies."""
-        most = [found for policy in policies if (found := self.most(policy)) is not None]
-        peak = self.peaks.get("slo")
-        return None if peak is None or not most else peak.goodput_rps / max(max(most), 1e-12)
-
-    def least_over_ablated(self) -> float | None:
-        """The smallest ratio, over common rates, of slo's goodput to that of the best ablated chunk at that rate."""
-        ratios = []
-        for scale, score in self.scores["slo"].items():
-            there = [self.scores[policy][scale] for policy in self.grid.ablated if scale in self.scores[policy]]
-            ratios.append(ratio(score, highest(there) if there else None))
-        return min((one for one in ratios if one is not None), default=None)
-
-    def in_overload(self) -> float | None:
-        scale = self.board.overload_scale(self.trace, self.truth, self.gap)
-        return None if scale is None else ratio(self.scores["slo"].get(scale), self.peaks.get("slo"))
-
-    def capacity(self, policies: Sequence[str], share: float) -> Capacity | None:
-        """The highest capacity among these policies."""
-        return sweep_capacity.best_capacity(self.board, policies, self.trace, self.truth, self.gap, share)
-
-    def is_at_an_end(self, peak: Score) -> bool:
-        scales = self.grid.scales(self.trace)
-        return not scales[0] < peak.scale < scales[-1]
-
-
-def ratio(one: Score | None, other: Score | None) -> float | None:
-    """Ratio of two goodputs; None if one is not known, 1 if both are 0."""
-    if one is None or other is None:
-        return None
-    if not other.goodput_rps:
-        return math.inf if one.goodput_rps else 1.0
-    return one.goodput_rps / other.goodput_rps
-
-
-class Ratio(NamedTuple):
-    """Ratio of two capacities. The sign says that one of them is only known to be below or above a rate."""
-
-    value: float
-    sign: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.sign}{self.value:.3f}"
-
-
-def capacity_ratio(one: Capacity | None, other: Capacity | None) -> Ratio | None:
-    """Ratio of two capacities; None if one is not known, or if both lie beyond the same end of the rates."""
-    if one is None or other is None:
-        return None
-    if (one.kept is None and other.kept is None) or (one.broken is None and other.broken is None):
-        return None
-    if other.kept is None:
-        assert other.broken is not None
-        return Ratio(one.rate_rps / other.broken.rate_rps, ">")
-    if one.kept is None:
-        assert one.broken is not None
-        return Ratio(one.broken.rate_rps / other.rate_rps, "<")
-    sign = ">=" if one.broken is None else "<=" if other.broken is None else ""
-    return Ratio(one.rate_rps / other.rate_rps, sign)
 
 
 def _preface(file: str, header: Mapping[str, Any], grid: Grid, missing: int) -> str:
@@ -208,7 +95,7 @@ def _scheduler_note(header: Mapping[str, Any]) -> str:
     if there == here:
         return ""
     from_what = "a scheduler that the file does not name" if there is None else f"another scheduler, {there}"
-    return f"\n\n**The figures are of {from_what}; this one is {here}. Run the sweep anew, into another file.**"
+    return f"\n\n**The figures are of {from_what}; this one is {here}. SweepRun the sweep anew, into another file.**"
 
 
 def _course_text(course: Course, grid: Grid) -> str:

@@ -28,7 +28,7 @@ Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Lengths:
+class TokenLengths:
     """A distribution of lengths in tokens."""
 
     kind: str
@@ -51,8 +51,8 @@ class Workload:
     name: str
     rate: float  # mean requests per second
     cv: float  # burstiness: standard deviation of the gaps between arrivals over their mean
-    prompt: Lengths
-    output: Lengths
+    prompt: TokenLengths
+    output: TokenLengths
     duration: float  # seconds
 
     def trace(self, seed: int, context: int) -> Trace:
@@ -125,7 +125,7 @@ def _fields(text: str, rest: str) -> dict[str, str]:
     return fields
 
 
-def _lengths(text: str, part: str, value: str) -> Lengths:
+def _lengths(text: str, part: str, value: str) -> TokenLengths:
     kind, *rest = value.split(":")
     if kind not in LENGTHS:
         raise OptionError(f"workload {text!r}: {part}={value} has unknown lengths {kind!r}; known: {LENGTH_FORMS}")
@@ -143,7 +143,7 @@ def _lengths(text: str, part: str, value: str) -> Lengths:
             raise OptionError(f"workload {text!r}: {part}={value}: {name} {number:g} is not a whole number of tokens")
     if kind == "uniform" and values[0] > values[1]:
         raise OptionError(f"workload {text!r}: {part}={value}: A {values[0]:g} must not be above B {values[1]:g}")
-    return Lengths(kind, values)
+    return TokenLengths(kind, values)
 
 
 def _above_zero(text: str, part: str, value: str) -> float:

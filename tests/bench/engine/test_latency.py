@@ -16,7 +16,7 @@ from weft.bench.engine.latency import (
     prefill_obstacle,
 )
 from weft.bench.engine.limits import Ceilings, decode_work, prefill_work
-from weft.bench.engine.shapes import Subject, subject
+from weft.bench.engine.shapes import WarmEngine, warm_engine
 from weft.cli import main
 from weft.core import StepRecord
 from weft.engine.options import EngineOptions
@@ -32,7 +32,7 @@ def options(**changes: int) -> EngineOptions:
     return EngineOptions.of(load_format="dummy", device="cpu", enable_prefix_caching=False, **own)
 
 
-def watched(found: Subject) -> list[StepRecord]:
+def watched(found: WarmEngine) -> list[StepRecord]:
     """Every step that is committed from now on."""
     records: list[StepRecord] = []
     commit = found.engine.loop.scheduler.commit
@@ -46,7 +46,7 @@ def watched(found: Subject) -> list[StepRecord]:
 
 
 def test_only_steps_with_the_whole_batch_and_no_prefill_count(tmp_path: Path) -> None:
-    with subject(str(tiny_directory(tmp_path, max_position_embeddings=1024)), options()) as found:
+    with warm_engine(str(tiny_directory(tmp_path, max_position_embeddings=1024)), options()) as found:
         records = watched(found)
         step = measure_decode(found, SLOW, batch=5, steps=20)
         full = [record for record in records if record.decode_tokens == 5 and not record.prefill_tokens]
@@ -63,7 +63,7 @@ def test_only_steps_with_the_whole_batch_and_no_prefill_count(tmp_path: Path) ->
 
 
 def test_a_step_is_the_median_time_between_commits(tmp_path: Path) -> None:
-    with subject(str(tiny_directory(tmp_path, max_position_embeddings=1024)), options()) as found:
+    with warm_engine(str(tiny_directory(tmp_path, max_position_embeddings=1024)), options()) as found:
         ticks = iter(np.arange(10**6) * 0.25)
         found.engine.loop.clock = lambda: float(next(ticks))  # asked seven times a turn
         step = measure_decode(found, SLOW, batch=1, steps=10)
@@ -72,7 +72,7 @@ def test_a_step_is_the_median_time_between_commits(tmp_path: Path) -> None:
 
 
 def test_a_first_token_counts_every_chunk(tmp_path: Path) -> None:
-    with subject(str(tiny_directory(tmp_path, max_position_embeddings=1024)), options()) as found:
+    with warm_engine(str(tiny_directory(tmp_path, max_position_embeddings=1024)), options()) as found:
         records = watched(found)
         first = measure_prefill(found, SLOW, tokens=600, chunk=256)
         assert [record.prefill_tokens for record in records[:3]] == [256, 256, 88]
@@ -83,7 +83,7 @@ def test_a_first_token_counts_every_chunk(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
-    with subject(str(tiny_directory(tmp_path, max_position_embeddings=1024)), options()) as found:
+    with warm_engine(str(tiny_directory(tmp_path, max_position_embeddings=1024)), options()) as found:
         engine = found.engine
         assert decode_obstacle(engine, 8, 256) is None
         assert decode_obstacle(engine, 9, 256) == "the engine runs at most 8 requests at once"
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         assert prefill_obstacle(engine, 1023) is None
         assert prefill_obstacle(engine, 1024) == "the context is 1024 tokens, one of them for the answer"
     small = options(kv_cache_memory_bytes=425_000)
-    with subject(str(tiny_directory(tmp_path, max_position_embeddings=1024)), small) as found:
+    with warm_engine(str(tiny_directory(tmp_path, max_position_embeddings=1024)), small) as found:
         assert decode_obstacle(found.engine, 8, 256) == "the KV cache holds 4 requests of 400 tokens"
         with pytest.raises(EngineError, match="the KV cache is too small for 8 requests at once"):
             measure_decode(found, SLOW, batch=8, steps=800)
@@ -139,7 +139,7 @@ def test_tokens_are_drawn_as_the_command_says(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_step_samples_as_it_is_told(tmp_path: Path) -> None:
-    with subject(str(tiny_directory(tmp_path, max_position_embeddings=1024)), options()) as found:
+    with warm_engine(str(tiny_directory(tmp_path, max_position_embeddings=1024)), options()) as found:
         opened: list[SamplingParams] = []
         open_streams = found.engine.open_streams
 

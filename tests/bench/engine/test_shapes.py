@@ -10,7 +10,7 @@ import torch
 
 from tests.engine.tiny import tiny_directory
 from weft.bench.engine.limits import Ceilings, Work, decode_work, measure_ceilings, prefill_work
-from weft.bench.engine.shapes import SHAPES, process_seconds, shape_directory, subject
+from weft.bench.engine.shapes import SHAPES, process_seconds, shape_directory, warm_engine
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.errors import ModelError, OptionError
@@ -107,7 +107,7 @@ def test_the_floor_is_the_longer_of_reading_and_computing() -> None:
 def test_a_subject_has_answered_once_and_is_closed_afterwards(tmp_path: Path) -> None:
     path = tiny_directory(tmp_path)
     options = EngineOptions(load_format="dummy", device="cpu", kv_cache_memory_bytes=10**6)
-    with subject(str(path), options) as found:
+    with warm_engine(str(path), options) as found:
         assert 0 < found.ready < found.first_token < process_seconds()
         assert (found.dtype_name, found.device.type) == ("float32", "cpu")
         assert not found.engine.loop.has_work

@@ -12,10 +12,10 @@ import pytest
 
 from tests.bench.http.scripted import Script, ScriptedServer, beside
 from tests.bench.http.test_versus import weft
-from weft.bench.http.prompts import HEAD_WORDS, Atoms, Endless, make_asks
+from weft.bench.http.prompts import HEAD_WORDS, Atoms, RepeatingRequests, make_requests
 from weft.bench.http.rate_search import Lines, keeps_up, pace
 from weft.bench.http.variants import parse_variants
-from weft.bench.http.workload import Wish, arrival_times, of_trace
+from weft.bench.http.workload import RequestSpec, arrival_times, of_trace
 from weft.errors import OptionError
 
 SMALL = ["--input-len", "20", "--output-len", "1"]
@@ -236,24 +236,26 @@ def test_asks_without_end_are_as_long_and_begin_otherwise() -> None:
     async def count(texts: list[str]) -> list[int]:
         return [7 + len(text.split()) for text in texts]
 
-    async def made() -> tuple[Atoms, Endless]:
+    async def made() -> tuple[Atoms, RepeatingRequests]:
         atoms = await Atoms.find(count)
-        wishes = [Wish(0.0, tokens, 1) for tokens in (9, 40, 300)] + [Wish(0.0, 9, 1, text="what is that?")]
-        return atoms, Endless(await make_asks(wishes, atoms, 5, count), wishes, atoms, 5)
+        specs = [RequestSpec(0.0, tokens, 1) for tokens in (9, 40, 300)] + [
+            RequestSpec(0.0, 9, 1, text="what is that?")
+        ]
+        return atoms, RepeatingRequests(await make_requests(specs, atoms, 5, count), specs, atoms, 5)
 
-    atoms, asks = asyncio.run(made())
+    atoms, requests = asyncio.run(made())
     for turn in range(1, 4):
         for number in range(3):
-            first, ask = asks[number], asks[4 * turn + number]
-            assert len(ask.prompt.split()) == len(first.prompt.split()) == first.prompt_tokens - atoms.overhead
-            assert ask.prompt.split()[HEAD_WORDS:] == first.prompt.split()[HEAD_WORDS:]
+            first, request = requests[number], requests[4 * turn + number]
+            assert len(request.prompt.split()) == len(first.prompt.split()) == first.prompt_tokens - atoms.overhead
+            assert request.prompt.split()[HEAD_WORDS:] == first.prompt.split()[HEAD_WORDS:]
     for number in (1, 2, 3):
-        begun = {asks[4 * turn + number].prompt[:12] for turn in range(50)}
+        begun = {requests[4 * turn + number].prompt[:12] for turn in range(50)}
         assert len(begun) == 50
-    assert asks[7].prompt.endswith("\nwhat is that?")
+    assert requests[7].prompt.endswith("\nwhat is that?")
     began = time.perf_counter()
     for number in range(1000, 2000):
-        asks[number]
+        requests[number]
     assert time.perf_counter() - began < 1, "this is done during a run"
 
 

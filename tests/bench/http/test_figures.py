@@ -12,28 +12,30 @@ from hypothesis import strategies as st
 
 from tests.bench.http import virtual
 from tests.bench.http.scripted import Script, ScriptedServer, scripted
-from weft.bench.http.ask import Ask
 from weft.bench.http.client import Client, Reply
-from weft.bench.http.drive import Run, drive
-from weft.bench.http.figures import Goals, Window, caveats, figures, gaps, is_good, tpot
+from weft.bench.http.drive import LoadRun, drive
+from weft.bench.http.figures import Goals, MeasurementWindow, caveats, figures, gaps, is_good, tpot
+from weft.bench.http.load_request import LoadRequest
 from weft.errors import EngineError, OptionError
 
 NEAR = {"rel": 1e-6, "abs": 0.01}  # milliseconds
 
 
-def asks(count: int, every: float = 0.0) -> list[Ask]:
-    return [Ask(number * every, f"{number}", 5, 8) for number in range(count)]
+def requests(count: int, every: float = 0.0) -> list[LoadRequest]:
+    return [LoadRequest(number * every, f"{number}", 5, 8) for number in range(count)]
 
 
-async def measured(server: ScriptedServer, sent: list[Ask], endpoint: str = "completions", **how: Any) -> Run:
+async def measured(
+    server: ScriptedServer, sent: list[LoadRequest], endpoint: str = "completions", **how: Any
+) -> LoadRun:
     async with Client(server.url, None, endpoint=endpoint, timeout=20, clock=virtual.clock) as client:
         await client.meet()
         server.bodies.clear()
         return await drive(client, sent, **how)
 
 
-def in_all(run: Run, goals: Goals | None = None) -> dict[str, Any]:
-    return figures(run, Window(0.0, math.inf), goals)
+def in_all(run: LoadRun, goals: Goals | None = None) -> dict[str, Any]:
+    return figures(run, MeasurementWindow(0.0, math.inf), goals)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -42,9 +44,9 @@ def test_every_figure_is_the_one_that_was_scripted(endpoint: str, tokens: int) -
     """Ten requests, each with chunks after 80, 40, 40, 120, 40 ms."""
     delays = [0.08, 0.04, 0.04, 0.12, 0.04]
 
-    async def run() -> Run:
+    async def run() -> LoadRun:
         async with scripted(lambda body, number: Script(delays, tokens)) as server:
-            return await measured(server, asks(10, 0.03), endpoint)
+            return await measured(server, requests(10, 0.03), endpoint)
 
     found = in_all(virtual.run(run()), Goals(ttft=100, gap=130))
     assert (found["completed"], found["failed"], found["total_output_tokens"]) == (10, 0, 50 * tokens)
@@ -70,12 +72,12 @@ def test_every_figure_is_the_one_that_was_scripted(endpoint: str, tokens: int) -
 def test_a_server_that_stalls_shows_in_all_who_come_meanwhile() -> None:
     """Coordinated omission: 50 requests, one every 10 ms, and the server silent from 105 to 400 ms."""
 
-    async def run() -> Run:
+    async def run() -> LoadRun:
         script = scripted(lambda body, number: Script([0.0]))
         async with script as server, Client(server.url, None, clock=virtual.clock) as client:
             await client.meet()
             asyncio.get_running_loop().call_later(0.105, _stall, server, 0.295)
-            return await drive(client, asks(50, 0.01))
+            return await drive(client, requests(50, 0.01))
 
     found = virtual.run(run())
     late = {reply.number: (reply.times[0] - reply.due) * 1e3 for reply in found.replies}
@@ -92,9 +94,9 @@ def _stall(server: ScriptedServer, seconds: float) -> None:
 
 
 def test_who_waits_for_a_free_place_is_late_from_when_it_was_due() -> None:
-    async def run() -> Run:
+    async def run() -> LoadRun:
         async with scripted(lambda body, number: Script([0.1])) as server:
-            return await measured(server, asks(4), concurrency=1)
+            return await measured(server, requests(4), concurrency=1)
 
     run_ = virtual.run(run())
     found = in_all(run_)
@@ -104,9 +106,9 @@ def test_who_waits_for_a_free_place_is_late_from_when_it_was_due() -> None:
 
 
 def test_in_a_closed_loop_a_request_is_due_when_the_one_before_has_ended() -> None:
-    async def run() -> Run:
+    async def run() -> LoadRun:
         async with scripted(lambda body, number: Script([0.05, 0.05])) as server:
-            return await measured(server, asks(8), concurrency=2, open_loop=False)
+            return await measured(server, requests(8), concurrency=2, open_loop=False)
 
     found = in_all(virtual.run(run()))
     assert found["max_concurrent_requests"] == 2
@@ -124,10 +126,10 @@ def test_errors_are_counted_and_named_and_never_dropped() -> None:
         Script([0.0, 3.0]),
     ]
 
-    async def run() -> Run:
+    async def run() -> LoadRun:
         script = scripted(lambda body, number: scripts[number])
         async with script as server, Client(server.url, "scripted", timeout=1, clock=virtual.clock) as client:
-            return await drive(client, asks(6, 0.01))
+            return await drive(client, requests(6, 0.01))
 
     run_ = virtual.run(run())
     found = in_all(run_, Goals(ttft=10_000))
@@ -144,9 +146,9 @@ def test_errors_are_counted_and_named_and_never_dropped() -> None:
 
 def test_tokens_of_requests_that_kept_their_goals_are_counted_over_the_same_time() -> None:
     drawn = [_reply(0.0, 0.0, [0.1, 0.2, 0.3, 0.4], 0), _reply(0.0, 0.0, [2.0, 4.0], 0)]
-    found = in_all(Run(drawn, 2, 2, 4.0), Goals(ttft=500, gap=150))
+    found = in_all(LoadRun(drawn, 2, 2, 4.0), Goals(ttft=500, gap=150))
     assert (found["output_throughput"], found["goodput_output_throughput"]) == (6 / 4, 4 / 4)
-    assert in_all(Run(drawn, 2, 2, 4.0))["goodput_output_throughput"] is None
+    assert in_all(LoadRun(drawn, 2, 2, 4.0))["goodput_output_throughput"] is None
 
 
 def test_a_refused_request_is_sent_again_after_the_time_that_the_server_says() -> None:
@@ -161,9 +163,9 @@ def test_a_refused_request_is_sent_again_after_the_time_that_the_server_says() -
             return Script(status=503, retry_after="100")
         return Script(status=503) if body["prompt"] == "2" else Script([0.25, 0.25])
 
-    async def run() -> Run:
+    async def run() -> LoadRun:
         async with scripted(script) as server:
-            return await measured(server, asks(4), retry_for=70)
+            return await measured(server, requests(4), retry_for=70)
 
     run_ = virtual.run(run())
     told = {reply.number: reply for reply in run_.replies}
@@ -181,9 +183,9 @@ def test_a_refused_request_is_sent_again_after_the_time_that_the_server_says() -
 
 
 def test_a_server_that_is_too_busy_for_a_first_request_is_measured_all_the_same() -> None:
-    async def run(script: Script) -> Run:
+    async def run(script: Script) -> LoadRun:
         async with scripted(lambda body, number: script if body["prompt"] == "Hello" else Script([0.1])) as server:
-            return await measured(server, asks(2))
+            return await measured(server, requests(2))
 
     assert len(virtual.run(run(Script(status=503, retry_after="1"))).replies) == 2
     with pytest.raises(EngineError, match="does not answer a first request"):
@@ -191,10 +193,10 @@ def test_a_server_that_is_too_busy_for_a_first_request_is_measured_all_the_same(
 
 
 def test_nothing_is_sent_again_after_the_duration_or_unasked() -> None:
-    async def run(**how: Any) -> Run:
+    async def run(**how: Any) -> LoadRun:
         script = scripted(lambda body, number: Script(status=503, retry_after="2"))
         async with script as server, Client(server.url, "scripted", timeout=20, clock=virtual.clock) as client:
-            return await drive(client, asks(1), **how)
+            return await drive(client, requests(1), **how)
 
     assert virtual.run(run()).replies[0].retries == 0
     assert virtual.run(run(retry_for=100, duration=5.0)).replies[0].retries == 2
@@ -209,9 +211,9 @@ def test_first_content_may_be_a_thought_or_a_tool_call() -> None:
         {"content": ""},
     ]
 
-    async def run() -> Run:
+    async def run() -> LoadRun:
         async with scripted(lambda body, number: Script([0.02] * 5, delta=lambda index: deltas[index])) as server:
-            return await measured(server, asks(1), "chat")
+            return await measured(server, requests(1), "chat")
 
     (reply,) = virtual.run(run()).replies
     assert len(reply.times) == 3
@@ -227,10 +229,10 @@ def test_servers_have_their_ways() -> None:
         Script([0.1, 0.1], lingers=1.0),
     ]
 
-    async def run() -> Run:
+    async def run() -> LoadRun:
         script = scripted(lambda body, number: scripts[number])
         async with script as server, Client(server.url, "scripted", clock=virtual.clock) as client:
-            return await drive(client, asks(4, 0.01))
+            return await drive(client, requests(4, 0.01))
 
     found = in_all(virtual.run(run()))
     assert (found["completed"], found["failed"]) == (4, 0), found["error_counts"]
@@ -239,10 +241,10 @@ def test_servers_have_their_ways() -> None:
 
 
 def test_a_server_that_knows_less_is_asked_for_less() -> None:
-    async def run() -> tuple[Run, list[dict[str, Any]]]:
+    async def run() -> tuple[LoadRun, list[dict[str, Any]]]:
         async with scripted(lambda body, number: Script([0.0, 0.01], tells_usage=False)) as server:
             server.refused_fields = {"ignore_eos", "stream_options"}
-            return await measured(server, asks(2)), server.bodies
+            return await measured(server, requests(2)), server.bodies
 
     run_, bodies = virtual.run(run())
     assert all(not {"ignore_eos", "stream_options"} & body.keys() for body in bodies)
@@ -273,7 +275,7 @@ def test_only_what_a_server_refuses_is_given_up(refused: set[str], asked: set[st
 
 
 def test_what_was_otherwise_than_asked_for_is_said_and_all_else_is_not() -> None:
-    run = Run([_reply(0.0, 0.0, [1.0], 0)], 1, 1, 1.0, left_out=3)
+    run = LoadRun([_reply(0.0, 0.0, [1.0], 0)], 1, 1, 1.0, left_out=3)
     assert caveats({**in_all(run), "ignore_eos": False}) == [
         "3 requests were left out, as they are longer than the model's context",
         "the server refused ignore_eos: answers may be shorter than asked for",
@@ -284,8 +286,8 @@ def test_what_was_otherwise_than_asked_for_is_said_and_all_else_is_not() -> None
 
 def test_the_rate_that_was_achieved_is_the_one_of_sending() -> None:
     sent = [_reply(number / 10, number / 2, [9.0], 0) for number in range(5)]
-    assert in_all(Run(sent, 5, 5, 9.0))["achieved_request_rate"] == pytest.approx(2)
-    assert in_all(Run(sent[:1], 1, 1, 9.0))["achieved_request_rate"] is None
+    assert in_all(LoadRun(sent, 5, 5, 9.0))["achieved_request_rate"] == pytest.approx(2)
+    assert in_all(LoadRun(sent[:1], 1, 1, 9.0))["achieved_request_rate"] is None
 
 
 def test_what_is_wrong_with_a_server_is_said_at_once() -> None:
@@ -304,12 +306,12 @@ def test_what_is_wrong_with_a_server_is_said_at_once() -> None:
 
 
 def test_an_interrupted_run_keeps_what_is_known() -> None:
-    async def run() -> Run:
-        known = Run()
+    async def run() -> LoadRun:
+        known = LoadRun()
         script = scripted(lambda body, number: Script([0.0 if number < 4 else 30.0]))
         async with script as server, Client(server.url, None, clock=virtual.clock) as client:
             await client.meet()
-            task = asyncio.create_task(drive(client, asks(5), run=known))
+            task = asyncio.create_task(drive(client, requests(5), run=known))
             await asyncio.sleep(0.3)
             task.cancel()
             await asyncio.wait([task])
@@ -335,7 +337,9 @@ def _reply(due: float, sent: float, times: list[float], extra: int) -> Reply:
 
 @given(st.lists(replies, max_size=20), st.floats(1, 5000))
 def test_figures_of_anything_add_up(drawn: list[Reply], goal: float) -> None:
-    found = figures(Run(drawn, len(drawn), len(drawn), 20.0), Window(0.0, math.inf), Goals(ttft=goal, gap=goal))
+    found = figures(
+        LoadRun(drawn, len(drawn), len(drawn), 20.0), MeasurementWindow(0.0, math.inf), Goals(ttft=goal, gap=goal)
+    )
     done = [reply for reply in drawn if reply.times]
     assert found["completed"] + found["failed"] == len(drawn)
     assert found["total_output_tokens"] == sum(reply.output_tokens for reply in done)
@@ -358,12 +362,12 @@ def test_a_goal_for_gaps_is_kept_by_99_of_100() -> None:
 
 def test_warm_up_and_cool_down_are_left_out() -> None:
     drawn = [_reply(float(second), float(second), [second + 1.0], 0) for second in range(10)]
-    run = Run(drawn, 10, 10, 10.0)
-    found = figures(run, Window.of(drawn, 2, 3))
+    run = LoadRun(drawn, 10, 10, 10.0)
+    found = figures(run, MeasurementWindow.of(drawn, 2, 3))
     assert found["completed"] == 4  # due after 2 to 5 seconds; 6 is the first of those left out
     assert found["request_throughput"] == pytest.approx(1), "ended after 2, 3, 4 and 5, within four seconds"
     with pytest.raises(OptionError, match="leave nothing"):
-        Window.of(drawn, 5, 5)
+        MeasurementWindow.of(drawn, 5, 5)
 
 
 def test_a_goal_that_is_none_is_refused() -> None:

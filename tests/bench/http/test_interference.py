@@ -11,14 +11,14 @@ import pytest
 
 from tests.bench.http import virtual
 from tests.bench.http.scripted import Script, ScriptedServer, beside, scripted
-from weft.bench.http.ask import Ask
 from weft.bench.http.client import Client
 from weft.bench.http.interference import Seen, interfere
+from weft.bench.http.load_request import LoadRequest
 from weft.cli import main
 from weft.errors import EngineError
 
-STREAMS = [Ask(0.0, "stream", 5, 1000)] * 3
-PROMPTS = [Ask(0.0, "long", 5, 1), Ask(1.0, "long", 5, 1)]
+STREAMS = [LoadRequest(0.0, "stream", 5, 1000)] * 3
+PROMPTS = [LoadRequest(0.0, "long", 5, 1), LoadRequest(1.0, "long", 5, 1)]
 
 
 def measured(length: int = 1000, starts: Sequence[list[float]] = ([], [], [])) -> Seen:
@@ -92,8 +92,8 @@ def interfering(monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> list[st
     """Puts outcomes in the place of runs, which take seconds; the long prompts that were to be sent."""
     sent: list[str] = []
 
-    async def interfere(client: Client, streams: Sequence[Ask], prompts: Sequence[Ask]) -> Seen:
-        sent.extend(ask.prompt for ask in prompts)
+    async def interfere(client: Client, streams: Sequence[LoadRequest], prompts: Sequence[LoadRequest]) -> Seen:
+        sent.extend(request.prompt for request in prompts)
         outcome = outcomes[len(sent) // len(prompts) - 1]
         if isinstance(outcome, BaseException):
             raise outcome
@@ -129,7 +129,7 @@ def test_a_server_is_shown_the_key(
 ) -> None:
     shown: list[str | None] = []
 
-    async def interfere(client: Client, streams: Sequence[Ask], prompts: Sequence[Ask]) -> Seen:
+    async def interfere(client: Client, streams: Sequence[LoadRequest], prompts: Sequence[LoadRequest]) -> Seen:
         shown.append(client._headers.get("authorization"))
         return seen(0.02)
 

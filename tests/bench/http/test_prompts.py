@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import weft
 from tests.strength import examples
-from weft.bench.http.prompts import LEAST_ATOMS, Atoms, Count, counted, make_asks
-from weft.bench.http.workload import Wish
+from weft.bench.http.prompts import LEAST_ATOMS, Atoms, Count, counted, make_requests
+from weft.bench.http.workload import RequestSpec
 from weft.errors import EngineError, OptionError
 from weft.sim.traces import MOONCAKE_BLOCK
 from weft.text.tokenizer import Tokenizer
@@ -118,9 +118,12 @@ def test_a_text_has_exactly_the_tokens_asked_for(kind: str, more: int, seed: int
 def test_a_prompt_too_short_for_the_overhead_is_refused(kind: str) -> None:
     atoms = ATOMS[kind]
     assert MEASURES[kind](atoms.text(atoms.least, Random(0))) == atoms.least
-    for ask in (lambda: atoms.text(atoms.overhead, Random(0)), lambda: atoms.prompt(Wish(0, atoms.overhead, 1), 0, 0)):
+    for request in (
+        lambda: atoms.text(atoms.overhead, Random(0)),
+        lambda: atoms.prompt(RequestSpec(0, atoms.overhead, 1), 0, 0),
+    ):
         with pytest.raises(OptionError, match=f"{atoms.overhead} tokens.*at least {atoms.least}"):
-            ask()
+            request()
 
 
 @given(kinds, st.integers(), st.integers(1, MOONCAKE_BLOCK))
@@ -150,8 +153,8 @@ def test_shared_prefixes_are_common_text_and_counts_are_exact(
     kind: str, shared: list[int], one_ids: list[int], other_ids: list[int], one_tokens: int, other_tokens: int
 ) -> None:
     atoms, measure = ATOMS[kind], MEASURES[kind]
-    wishes = [Wish(0, one_tokens, 1, (*shared, *one_ids)), Wish(0, other_tokens, 1, (*shared, *other_ids))]
-    one, other = (atoms.prompt(wish, number, 3) for number, wish in enumerate(wishes))
+    specs = [RequestSpec(0, one_tokens, 1, (*shared, *one_ids)), RequestSpec(0, other_tokens, 1, (*shared, *other_ids))]
+    one, other = (atoms.prompt(spec, number, 3) for number, spec in enumerate(specs))
     assert (measure(one), measure(other)) == (one_tokens, other_tokens)
     common = beginning(one, other)
     expected = min(one_tokens, other_tokens, MOONCAKE_BLOCK * len(shared))
@@ -164,14 +167,14 @@ def test_shared_prefixes_are_common_text_and_counts_are_exact(
 
 def test_an_overhead_of_more_than_a_block_leaves_the_later_blocks() -> None:
     atoms = Atoms(tuple(f" {number}" for number in range(20)), overhead=MOONCAKE_BLOCK + 100)
-    prompt = atoms.prompt(Wish(0, 2 * MOONCAKE_BLOCK + 7, 1, (1, 2)), 0, 0)
+    prompt = atoms.prompt(RequestSpec(0, 2 * MOONCAKE_BLOCK + 7, 1, (1, 2)), 0, 0)
     assert len(prompt.split()) == MOONCAKE_BLOCK + 7 - 100
     assert prompt.startswith(atoms.block(2, MOONCAKE_BLOCK - 100))
 
 
 def test_a_given_text_is_sent_behind_a_head_that_is_the_runs_own() -> None:
-    wish = Wish(0, 3, 1, text="how are you")
-    one, same, other = (ATOMS["plain"].prompt(wish, number, seed) for number, seed in ((0, 0), (1, 0), (0, 1)))
+    spec = RequestSpec(0, 3, 1, text="how are you")
+    one, same, other = (ATOMS["plain"].prompt(spec, number, seed) for number, seed in ((0, 0), (1, 0), (0, 1)))
     assert one == same, "what several texts begin with stays common"
     assert one != other
     assert one.endswith("\nhow are you")
@@ -187,54 +190,54 @@ PAIRS = [
 @pytest.mark.parametrize("kind", MEASURES)
 def test_an_answer_is_as_long_as_its_text_alone_and_a_prompt_as_it_is_sent(kind: str) -> None:
     atoms, measure = ATOMS[kind], MEASURES[kind]
-    given = [Wish(0, 0, 0, text=text, answer=answer) for text, answer in PAIRS]
-    wishes = asyncio.run(counted(given, atoms, 3, Counter(measure)))
+    given = [RequestSpec(0, 0, 0, text=text, answer=answer) for text, answer in PAIRS]
+    specs = asyncio.run(counted(given, atoms, 3, Counter(measure)))
     alone = len if kind == "bytes" else count_plain
-    assert [wish.output_tokens for wish in wishes] == [
+    assert [spec.output_tokens for spec in specs] == [
         alone(answer.strip() if kind == "chat" else answer) for _, answer in PAIRS
     ]
-    asks = asyncio.run(make_asks(wishes, atoms, 3, Counter(measure)))
-    assert [ask.prompt_tokens for ask in asks] == [measure(ask.prompt) for ask in asks]
+    requests = asyncio.run(make_requests(specs, atoms, 3, Counter(measure)))
+    assert [request.prompt_tokens for request in requests] == [measure(request.prompt) for request in requests]
 
 
 def test_given_texts_that_were_counted_are_sent_with_another_beginning() -> None:
     count = Counter(count_plain)
-    given = [Wish(0, 0, 0, text=text, answer=answer) for text, answer in PAIRS]
-    wishes = asyncio.run(counted(given, ATOMS["plain"], 3, count))
-    asks = asyncio.run(make_asks(wishes, ATOMS["plain"], 3, count))
+    given = [RequestSpec(0, 0, 0, text=text, answer=answer) for text, answer in PAIRS]
+    specs = asyncio.run(counted(given, ATOMS["plain"], 3, count))
+    requests = asyncio.run(make_requests(specs, ATOMS["plain"], 3, count))
     seen = [text for texts in count.calls for text in texts]
-    shared = [beginning(ask.prompt, text) for ask in asks for text in seen]
+    shared = [beginning(request.prompt, text) for request in requests for text in seen]
     assert max(map(len, shared)) < 10, "a word by chance at most: the head decides"
 
 
 @pytest.mark.parametrize("kind", MEASURES)
 def test_prompts_begin_with_different_words_as_long_as_there_are_any(kind: str) -> None:
     atoms = ATOMS[kind]
-    shortest = [atoms.prompt(Wish(0, atoms.least, 1), number, 5) for number in range(len(atoms.words))]
+    shortest = [atoms.prompt(RequestSpec(0, atoms.least, 1), number, 5) for number in range(len(atoms.words))]
     assert sorted(shortest) == sorted(atoms.words)
-    pairs = {atoms.prompt(Wish(0, atoms.least + 1, 1), number, 5) for number in range(3000)}
+    pairs = {atoms.prompt(RequestSpec(0, atoms.least + 1, 1), number, 5) for number in range(3000)}
     assert len(pairs) == min(3000, len(atoms.words) ** 2)
 
 
 def test_a_prompt_is_the_same_for_the_same_number_and_seed() -> None:
-    atoms, wish = ATOMS["plain"], Wish(0, 50, 1)
-    assert atoms.prompt(wish, 1, 2) == atoms.prompt(wish, 1, 2)
-    assert len({atoms.prompt(wish, number, seed) for number in range(9) for seed in range(9)}) == 81
+    atoms, spec = ATOMS["plain"], RequestSpec(0, 50, 1)
+    assert atoms.prompt(spec, 1, 2) == atoms.prompt(spec, 1, 2)
+    assert len({atoms.prompt(spec, number, seed) for number in range(9) for seed in range(9)}) == 81
 
 
 def test_asks_follow_the_wishes() -> None:
     atoms, count = ATOMS["chat"], Counter(count_chat)
-    wishes = [Wish(number / 4, 20 + 7 * number, 5, (number % 3,)) for number in range(100)]
-    asks = asyncio.run(make_asks(wishes, atoms, 1, count))
-    assert [(ask.at, ask.prompt_tokens, ask.output_tokens) for ask in asks] == [
-        (wish.at, wish.prompt_tokens, wish.output_tokens) for wish in wishes
+    specs = [RequestSpec(number / 4, 20 + 7 * number, 5, (number % 3,)) for number in range(100)]
+    requests = asyncio.run(make_requests(specs, atoms, 1, count))
+    assert [(request.at, request.prompt_tokens, request.output_tokens) for request in requests] == [
+        (spec.at, spec.prompt_tokens, spec.output_tokens) for spec in specs
     ]
-    assert [count_chat(ask.prompt) for ask in asks] == [wish.prompt_tokens for wish in wishes]
+    assert [count_chat(request.prompt) for request in requests] == [spec.prompt_tokens for spec in specs]
 
 
 def test_lengths_are_checked_with_one_call_from_the_shortest_to_the_longest() -> None:
     count = Counter(count_plain)
-    asyncio.run(make_asks([Wish(0, tokens, 1) for tokens in range(100, 0, -1)], ATOMS["plain"], 1, count))
+    asyncio.run(make_requests([RequestSpec(0, tokens, 1) for tokens in range(100, 0, -1)], ATOMS["plain"], 1, count))
     (texts,) = count.calls
     lengths = [count_plain(text) for text in texts]
     assert len(set(lengths)) == 16
@@ -243,20 +246,22 @@ def test_lengths_are_checked_with_one_call_from_the_shortest_to_the_longest() ->
 
 def test_the_check_leaves_the_prompts_of_the_run_out_of_the_servers_cache() -> None:
     count = Counter(count_plain)
-    wishes = [Wish(0, 1200, 1, (1, 2)), Wish(0, 1200, 1, (1,)), Wish(0, 300, 1)]
-    asks = asyncio.run(make_asks(wishes, ATOMS["plain"], 1, count))
+    specs = [RequestSpec(0, 1200, 1, (1, 2)), RequestSpec(0, 1200, 1, (1,)), RequestSpec(0, 300, 1)]
+    requests = asyncio.run(make_requests(specs, ATOMS["plain"], 1, count))
     (texts,) = count.calls
-    shared = [beginning(ask.prompt, text) for ask in asks for text in texts]
+    shared = [beginning(request.prompt, text) for request in requests for text in texts]
     assert max(map(len, shared)) < 40, "a few letters of the first words at most"
 
 
 def test_few_wishes_and_none_are_checked_too() -> None:
     for number in range(3):
         count = Counter(count_plain)
-        assert len(asyncio.run(make_asks([Wish(0, 9, 1)] * number, ATOMS["plain"], 1, count))) == number
+        assert len(asyncio.run(make_requests([RequestSpec(0, 9, 1)] * number, ATOMS["plain"], 1, count))) == number
         assert [len(texts) for texts in count.calls] == ([number] if number else [])
 
 
 def test_a_server_that_counts_otherwise_is_named_with_both_counts() -> None:
     with pytest.raises(EngineError, match=r"should have 9 tokens has 10 by.*--tokenizer"):
-        asyncio.run(make_asks([Wish(0, 9, 1)], ATOMS["plain"], 1, Counter(lambda text: count_plain(text) + 1)))
+        asyncio.run(
+            make_requests([RequestSpec(0, 9, 1)], ATOMS["plain"], 1, Counter(lambda text: count_plain(text) + 1))
+        )

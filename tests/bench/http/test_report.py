@@ -12,8 +12,8 @@ import pytest
 
 from weft.bench.http import report_charts
 from weft.bench.http.client import Reply
-from weft.bench.http.drive import Run
-from weft.bench.http.figures import DEFINITIONS, Goals, Window, figures
+from weft.bench.http.drive import LoadRun
+from weft.bench.http.figures import DEFINITIONS, Goals, MeasurementWindow, figures
 from weft.bench.http.report import html_report
 from weft.bench.http.report_data import thinned
 
@@ -36,7 +36,7 @@ def told(
     replies: list[Reply], goals: Goals | None = None, rate: float | str | None = 10.0, **more: Any
 ) -> dict[str, Any]:
     """As `weft bench serve --json FILE --save-detailed` writes it."""
-    run = Run(replies, len(replies), len(replies), seconds=5.0)
+    run = LoadRun(replies, len(replies), len(replies), seconds=5.0)
     names = ("number", "due", "sent", "end", "times", "prompt_tokens", "output_tokens", "cached_tokens", "server")
     return {
         "date": "20261115-185924",
@@ -46,7 +46,7 @@ def told(
         "pattern": "poisson",
         "max_concurrency": None,
         "trace": None,
-        **figures(run, Window(0.0, 1e9), goals),
+        **figures(run, MeasurementWindow(0.0, 1e9), goals),
         "definitions": DEFINITIONS,
         "requests": [{**{name: getattr(r, name) for name in names}, "error": r.error or None} for r in replies],
         **more,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from weft.bench.http.workload import (
     Listed,
     LogNormal,
+    RequestSpec,
     Uniform,
-    Wish,
     arrival_times,
     cut,
     drawn,
@@ -146,8 +146,8 @@ def test_lengths_of_a_file_come_in_its_order_and_begin_again() -> None:
 def test_pairs_of_a_file_stay_together(tmp_path: Path) -> None:
     file = tmp_path / "pairs.txt"
     file.write_text("10 1\n20,2\n30\t3\n")
-    wishes = drawn(4, np.arange(4.0), *load_pairs(file), generator())
-    assert wishes == [Wish(0, 10, 1), Wish(1, 20, 2), Wish(2, 30, 3), Wish(3, 10, 1)]
+    specs = drawn(4, np.arange(4.0), *load_pairs(file), generator())
+    assert specs == [RequestSpec(0, 10, 1), RequestSpec(1, 20, 2), RequestSpec(2, 30, 3), RequestSpec(3, 10, 1)]
 
 
 @pytest.mark.parametrize(("content", "named"), [("5\n7 8\n", "line 2: '7 8'"), ("5\nx\n", "line 2"), ("0", "line 1")])
@@ -169,10 +169,10 @@ def test_a_file_of_lengths_without_pairs_is_refused(tmp_path: Path) -> None:
 
 
 def test_drawn_wishes_have_the_given_times_and_lengths() -> None:
-    wishes = drawn(3, np.array([0.0, 0.5, 2.0]), Uniform(9, 9), Uniform(1, 4), generator())
-    assert [wish.at for wish in wishes] == [0, 0.5, 2]
-    assert {wish.prompt_tokens for wish in wishes} == {9}
-    assert all(1 <= wish.output_tokens <= 4 and isinstance(wish.output_tokens, int) for wish in wishes)
+    specs = drawn(3, np.array([0.0, 0.5, 2.0]), Uniform(9, 9), Uniform(1, 4), generator())
+    assert [spec.at for spec in specs] == [0, 0.5, 2]
+    assert {spec.prompt_tokens for spec in specs} == {9}
+    assert all(1 <= spec.output_tokens <= 4 and isinstance(spec.output_tokens, int) for spec in specs)
 
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -185,8 +185,11 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 def test_an_azure_trace_is_cut_on_its_own_clock_and_then_sped_up(tmp_path: Path) -> None:
     file = tmp_path / "azure.csv"
     file.write_text(AZURE)
-    assert of_trace(file, rate_scale=2.0, duration=6.0, count=None) == [Wish(0, 100, 10), Wish(2, 200, 20)]
-    assert of_trace(file, rate_scale=1.0, duration=None, count=1) == [Wish(0, 100, 10)]
+    assert of_trace(file, rate_scale=2.0, duration=6.0, count=None) == [
+        RequestSpec(0, 100, 10),
+        RequestSpec(2, 200, 20),
+    ]
+    assert of_trace(file, rate_scale=1.0, duration=None, count=1) == [RequestSpec(0, 100, 10)]
 
 
 def test_a_mooncake_trace_keeps_its_shared_prefixes(tmp_path: Path) -> None:
@@ -196,8 +199,8 @@ def test_a_mooncake_trace_keeps_its_shared_prefixes(tmp_path: Path) -> None:
         {"timestamp": 3000, "input_length": 700, "output_length": 6, "hash_ids": [1, 3]},
     ]
     file.write_text("\n".join(map(json.dumps, rows)))
-    wishes = of_trace(file, rate_scale=1.0, duration=None, count=None)
-    assert wishes == [Wish(0, 600, 5, (1, 2)), Wish(3, 700, 6, (1, 3))]
+    specs = of_trace(file, rate_scale=1.0, duration=None, count=None)
+    assert specs == [RequestSpec(0, 600, 5, (1, 2)), RequestSpec(3, 700, 6, (1, 3))]
 
 
 @pytest.mark.parametrize("options", [{"rate_scale": 0.0}, {"duration": -1.0}, {"count": 0}, {"rate_scale": math.nan}])
@@ -223,10 +226,10 @@ def test_a_sharegpt_conversation_gives_its_first_question_and_its_answer(tmp_pat
         turns(),
     ]
     file.write_text(json.dumps(conversations))
-    wishes = of_sharegpt(file, None, generator())
-    assert sorted(wishes, key=lambda wish: wish.text) == [
-        Wish(0, 0, 0, text="and you", answer="I do not know that"),
-        Wish(0, 0, 0, text="how are you", answer="very well"),
+    specs = of_sharegpt(file, None, generator())
+    assert sorted(specs, key=lambda spec: spec.text) == [
+        RequestSpec(0, 0, 0, text="and you", answer="I do not know that"),
+        RequestSpec(0, 0, 0, text="how are you", answer="very well"),
     ]
     assert len(of_sharegpt(file, 1, generator())) == 1
 
@@ -237,7 +240,7 @@ def test_sharegpt_conversations_come_in_an_order_that_the_seed_decides(tmp_path:
     one, same = (of_sharegpt(file, 20, generator()) for _ in range(2))
     assert one == same
     assert one != of_sharegpt(file, 20, np.random.default_rng(8))
-    assert len({wish.text for wish in one}) == 20
+    assert len({spec.text for spec in one}) == 20
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,7 @@ def test_a_malformed_sharegpt_file_is_named_with_the_place(tmp_path: Path, conte
 
 
 def test_wishes_that_do_not_fit_are_left_out_and_counted() -> None:
-    wishes = [Wish(0, 6, 4), Wish(1, 6, 5), Wish(2, 1, 1)]
-    kept, left_out = cut(wishes, 10)
-    assert (kept, left_out) == ([Wish(0, 6, 4), Wish(2, 1, 1)], LeftOut(1, 3, 11, 10))
+    specs = [RequestSpec(0, 6, 4), RequestSpec(1, 6, 5), RequestSpec(2, 1, 1)]
+    kept, left_out = cut(specs, 10)
+    assert (kept, left_out) == ([RequestSpec(0, 6, 4), RequestSpec(2, 1, 1)], LeftOut(1, 3, 11, 10))
     assert cut(kept, 10) == (kept, None)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.bench.engine.limits import Ceilings, decode_work, prefill_work
-from weft.bench.engine.shapes import Subject, clear
+from weft.bench.engine.shapes import WarmEngine, clear
 from weft.core import StepRecord
 from weft.engine.engine import Engine
 from weft.engine.params import SamplingParams
@@ -20,7 +20,7 @@ SETTLE = 8  # warm-up decode steps that are not counted
 REPEATS = 5  # measurements of a prefill; the median counts
 
 
-class Decode(NamedTuple):
+class DecodeLatency(NamedTuple):
     """Time of a decode step: the wall time between two commits."""
 
     batch: int
@@ -30,7 +30,7 @@ class Decode(NamedTuple):
     fraction: float  # floor / median
 
 
-class Prefill(NamedTuple):
+class PrefillLatency(NamedTuple):
     """Time of one prompt from its arrival to its first token."""
 
     tokens: int
@@ -60,19 +60,19 @@ def prefill_obstacle(engine: Engine, tokens: int) -> str | None:
 
 
 def measure_decode(
-    subject: Subject, ceilings: Ceilings, batch: int, steps: int, sampling: SamplingParams = SAMPLING
-) -> Decode:
+    warm: WarmEngine, ceilings: Ceilings, batch: int, steps: int, sampling: SamplingParams = SAMPLING
+) -> DecodeLatency:
     """Median over `steps` decode-only steps with `batch` requests."""
-    engine = subject.engine
+    engine = warm.engine
     try:
         streams = open_decodes(engine, batch, sampling)
         gaps = _gaps(engine, batch, SETTLE + steps)[SETTLE:]
         context = DECODE_PROMPT + float(np.mean([len(stream.output) for stream in streams])) - steps / 2
     finally:
         clear(engine)
-    floor = decode_work(subject.config, subject.dtype.itemsize, batch, context).floor(ceilings)
+    floor = decode_work(warm.config, warm.dtype.itemsize, batch, context).floor(ceilings)
     median, p99 = np.percentile(gaps, (50, 99)).tolist()
-    return Decode(batch, median * 1000, p99 * 1000, floor * 1000, floor / median)
+    return DecodeLatency(batch, median * 1000, p99 * 1000, floor * 1000, floor / median)
 
 
 def open_decodes(engine: Engine, batch: int, sampling: SamplingParams = SAMPLING) -> list[Stream]:
@@ -81,13 +81,13 @@ def open_decodes(engine: Engine, batch: int, sampling: SamplingParams = SAMPLING
 
 
 def measure_prefill(
-    subject: Subject, ceilings: Ceilings, tokens: int, chunk: int, sampling: SamplingParams = SAMPLING
-) -> Prefill:
+    warm: WarmEngine, ceilings: Ceilings, tokens: int, chunk: int, sampling: SamplingParams = SAMPLING
+) -> PrefillLatency:
     """Median over REPEATS prompts of `tokens` tokens, after one warm-up prompt."""
-    found = [_first_token(subject.engine, tokens, seed, sampling) for seed in range(1 + REPEATS)]
+    found = [_first_token(warm.engine, tokens, seed, sampling) for seed in range(1 + REPEATS)]
     median = float(np.median(found[1:]))
-    floor = prefill_work(subject.config, subject.dtype.itemsize, tokens, chunk).floor(ceilings)
-    return Prefill(tokens, median * 1000, floor * 1000, floor / median)
+    floor = prefill_work(warm.config, warm.dtype.itemsize, tokens, chunk).floor(ceilings)
+    return PrefillLatency(tokens, median * 1000, floor * 1000, floor / median)
 
 
 def _gaps(engine: Engine, batch: int, count: int) -> NDArray[np.float64]:

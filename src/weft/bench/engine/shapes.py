@@ -66,7 +66,7 @@ WARM_UP = 8  # tokens of the warm-up prompt, and of its answer
 
 
 @dataclass(frozen=True)
-class Subject:
+class WarmEngine:
     """A warm engine and its parts. Times are seconds since the start of the process."""
 
     shape: str
@@ -90,7 +90,7 @@ class Subject:
 
 
 @contextmanager
-def subject(shape: str, options: EngineOptions) -> Iterator[Subject]:
+def warm_engine(shape: str, options: EngineOptions) -> Iterator[WarmEngine]:
     """Yields a warm engine of a shape; closes it afterwards."""
     parts: dict[str, float] = {}
 
@@ -104,7 +104,7 @@ def subject(shape: str, options: EngineOptions) -> Iterator[Subject]:
 
         config, device = load_config(path), chosen_device(options.device)
         dtype = resolve_dtype(options.dtype, config, device)
-        yield Subject(shape, engine, config, device, dtype, parts, ready, first_token)
+        yield WarmEngine(shape, engine, config, device, dtype, parts, ready, first_token)
 
 
 @contextmanager

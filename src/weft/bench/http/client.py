@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from weft.bench.http.ask import Ask
+from weft.bench.http.load_request import LoadRequest
 from weft.errors import EngineError
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -26,7 +26,7 @@ EXTRAS: tuple[dict[str, Any], ...] = (
 # Errors for a body that is not JSON. ValueError: bytes that are not UTF-8; RecursionError: brackets nested too deep.
 NO_JSON = (msgspec.DecodeError, ValueError, RecursionError)
 REFUSED = (429, 503)  # HTTP statuses of a server that is too busy for a request
-HELLO = Ask(0.0, "Hello", 1, 2)
+HELLO = LoadRequest(0.0, "Hello", 1, 2)
 COUNTED_AT_ONCE = 16  # concurrent requests that count tokens
 
 
@@ -130,7 +130,7 @@ class Client:
         """Whether requests set ignore_eos. A server may reject that field."""
         return "ignore_eos" in self._extras
 
-    async def meet(self, first: Ask = HELLO) -> None:
+    async def meet(self, first: LoadRequest = HELLO) -> None:
         """Finds the server's model and the request fields that it accepts. Raises EngineError if it cannot serve.
 
         `first` is the request that is sent to find this out.
@@ -150,16 +150,18 @@ class Client:
         if reply.status != 200 and reply.retry_after is None:  # with Retry-After, the server is up and only busy
             raise EngineError(f"{self.base} does not answer a first request: {reply.error}")
 
-    async def send(self, ask: Ask, number: int, start: float, due: float, reply: Reply | None = None) -> Reply:
+    async def send(
+        self, request: LoadRequest, number: int, start: float, due: float, reply: Reply | None = None
+    ) -> Reply:
         """Sends one request now. `start` is the run's start on the clock; `due` is in seconds after it.
 
         If `reply` is given, it is filled in while the answer arrives.
         """
         assert self._session is not None
-        reply = Reply(number, due, ask.prompt_tokens) if reply is None else reply
-        reply.asked_input, reply.asked_output = ask.prompt_tokens, ask.output_tokens
+        reply = Reply(number, due, request.prompt_tokens) if reply is None else reply
+        reply.asked_input, reply.asked_output = request.prompt_tokens, request.output_tokens
         try:
-            body = msgspec.json.encode(self._body(ask))
+            body = msgspec.json.encode(self._body(request))
             reply.sent = self.clock() - start
             async with self._session.post(self.base + PATHS[self.endpoint], data=body) as response:
                 reply.status = response.status
@@ -242,9 +244,9 @@ class Client:
     def _prompt(self, text: str) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
 
-    def _body(self, ask: Ask) -> dict[str, Any]:
-        most = {"max_tokens": ask.output_tokens, "temperature": self.temperature, "stream": True}
-        prompt = {"prompt": ask.ids} if ask.ids else self._prompt(ask.prompt)
+    def _body(self, request: LoadRequest) -> dict[str, Any]:
+        most = {"max_tokens": request.output_tokens, "temperature": self.temperature, "stream": True}
+        prompt = {"prompt": request.ids} if request.ids else self._prompt(request.prompt)
         return {"model": self.model, **prompt, **most, **self._extras, **self._always}
 
 

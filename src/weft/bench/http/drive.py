@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from weft.bench.http.ask import Ask
 from weft.bench.http.client import Client, Reply
+from weft.bench.http.load_request import LoadRequest
 
 LEAST_WAIT, MOST_WAIT = 0.05, 30.0  # limits, in seconds, on the server's Retry-After
 EARLY = 1e-4  # seconds by which a request may be sent too early
 
 
 @dataclass
-class Run:
+class LoadRun:
     """The state of a run, during and after it. Times are seconds from its start."""
 
     replies: list[Reply] = field(default_factory=list)  # in order of completion
@@ -53,16 +53,16 @@ class _Places:
 
 async def drive(
     client: Client,
-    asks: Sequence[Ask],
+    requests: Sequence[LoadRequest],
     *,
     concurrency: int | None = None,
     open_loop: bool = True,
     duration: float = math.inf,
     retry_for: float = 0.0,
-    run: Run | None = None,
+    run: LoadRun | None = None,
     progress: Callable[[], None] = lambda: None,
     start: float | None = None,
-) -> Run:
+) -> LoadRun:
     """Sends the requests and waits for all answers. `duration` limits the time in which requests are sent.
 
     Open loop: a request is due at its time, however slow the server is. So a stall of the server shows in the latency
@@ -77,19 +77,19 @@ async def drive(
 
     `start` is the run's start on the client's clock (default: now). If cancelled, `run` keeps the results so far.
     """
-    run = Run() if run is None else run
-    run.planned = len(asks) if open_loop or duration == math.inf else None
+    run = LoadRun() if run is None else run
+    run.planned = len(requests) if open_loop or duration == math.inf else None
     clock = client.clock
     start = clock() if start is None else start
     tasks: set[asyncio.Task[None]] = set()
-    places = _Places(min(concurrency, len(asks)), lambda: clock() - start) if concurrency is not None else None
+    places = _Places(min(concurrency, len(requests)), lambda: clock() - start) if concurrency is not None else None
     begun = 0  # requests with a task: sent, or waiting for a place
 
-    async def one(ask: Ask, number: int, due: float) -> None:
+    async def one(request: LoadRequest, number: int, due: float) -> None:
         free = max(due, await places.take()) if places is not None and open_loop else due
         try:
             run.sent += 1
-            reply = await _answer(client, ask, number, start, due, min(due + retry_for, duration))
+            reply = await _answer(client, request, number, start, due, min(due + retry_for, duration))
             reply.free = free
             run.replies.append(reply)
             del run.unanswered[number]
@@ -99,13 +99,13 @@ async def drive(
                 places.leave()
 
     try:
-        for number, ask in enumerate(asks):
+        for number, request in enumerate(requests):
             if open_loop:
-                if ask.at > duration:
+                if request.at > duration:
                     break
-                while (wait := ask.at - (clock() - start)) > EARLY:  # a sleep may end early
+                while (wait := request.at - (clock() - start)) > EARLY:  # a sleep may end early
                     await asyncio.sleep(wait)
-                due = ask.at
+                due = request.at
             else:
                 assert places is not None, "a closed loop needs a number of users"
                 due = max(0.0, await places.take())
@@ -113,7 +113,7 @@ async def drive(
                     break
             run.unanswered[number] = due
             begun = number + 1
-            task = asyncio.create_task(one(ask, number, due))
+            task = asyncio.create_task(one(request, number, due))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         while tasks:
@@ -122,7 +122,9 @@ async def drive(
         run.was_interrupted = True
         if open_loop:  # a late client may not have started all requests that were due
             now = min(clock() - start, duration)
-            run.unanswered |= {number: ask.at for number, ask in enumerate(asks) if number >= begun and ask.at <= now}
+            run.unanswered |= {
+                number: request.at for number, request in enumerate(requests) if number >= begun and request.at <= now
+            }
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -132,9 +134,9 @@ async def drive(
     return run
 
 
-async def _answer(client: Client, ask: Ask, number: int, start: float, due: float, until: float) -> Reply:
+async def _answer(client: Client, request: LoadRequest, number: int, start: float, due: float, until: float) -> Reply:
     """The reply to the last attempt. No attempt begins after `until`, in seconds from the start of the run."""
-    reply = await client.send(ask, number, start, due)
+    reply = await client.send(request, number, start, due)
     while reply.retry_after is not None:
         again = reply.end + min(max(reply.retry_after, LEAST_WAIT), MOST_WAIT)
         if again > until:
@@ -142,6 +144,6 @@ async def _answer(client: Client, ask: Ask, number: int, start: float, due: floa
         while (wait := again - (client.clock() - start)) > EARLY:
             await asyncio.sleep(wait)
         retries = reply.retries + 1
-        reply = await client.send(ask, number, start, again)
+        reply = await client.send(request, number, start, again)
         reply.retries, reply.retry_wait = retries, again - due
     return reply

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.bench.http.client import Reply
-from weft.bench.http.drive import Run
+from weft.bench.http.drive import LoadRun
 from weft.errors import OptionError
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
@@ -60,7 +60,7 @@ class Goals(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Window:
+class MeasurementWindow:
     """The part of a run that counts: begin <= time < end, in seconds.
 
     Latencies and shares count requests that were due in it. Rates count requests that ended in it.
@@ -72,7 +72,7 @@ class Window:
     has_cooldown: bool = True  # whether requests that are due at `end` or later are left out
 
     @classmethod
-    def of(cls, replies: Sequence[Reply], warmup: float, cooldown: float) -> "Window":
+    def of(cls, replies: Sequence[Reply], warmup: float, cooldown: float) -> "MeasurementWindow":
         last = max((reply.due for reply in replies), default=0.0)
         if warmup + cooldown and warmup + cooldown >= last:
             raise OptionError(
@@ -118,7 +118,7 @@ def is_good(reply: Reply, goals: Goals) -> bool:
     )
 
 
-def figures(run: Run, window: Window, goals: Goals | None = None) -> dict[str, Any]:
+def figures(run: LoadRun, window: MeasurementWindow, goals: Goals | None = None) -> dict[str, Any]:
     """All numbers of a run, ready for JSON; a missing value is None."""
     inside = [reply for reply in run.replies if window.holds(reply.due)]
     done = [reply for reply in inside if reply.is_complete]
@@ -276,7 +276,7 @@ def _labels() -> list[str]:
     return [f"p{percentile:g}" for percentile in PERCENTILES]
 
 
-def _seconds(run: Run, window: Window, inside: list[Reply]) -> float:
+def _seconds(run: LoadRun, window: MeasurementWindow, inside: list[Reply]) -> float:
     """Seconds from the window's begin to the last of its answers: the time that rates are divided by."""
     ends = [reply.end for reply in inside if not math.isnan(reply.end)]
     return max(max(ends, default=run.seconds) - window.begin, 1e-9)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.bench.http.ask import Ask
 from weft.bench.http.client import Client, Reply
+from weft.bench.http.load_request import LoadRequest
 from weft.errors import EngineError
 
 LOOK = 0.02  # seconds between checks of the streams' progress
@@ -28,16 +28,23 @@ class Seen:
 
 
 async def interfere(
-    client: Client, streams: Sequence[Ask], prompts: Sequence[Ask], *, quiet: float = 3.0, patience: float = 600.0
+    client: Client,
+    streams: Sequence[LoadRequest],
+    prompts: Sequence[LoadRequest],
+    *,
+    quiet: float = 3.0,
+    patience: float = 600.0,
 ) -> Seen:
-    """Starts the streams, lets them decode for `quiet` seconds, and sends each prompt at its time (`Ask.at`). Measures
-    for `quiet` seconds more, then cancels the streams: request more tokens than they can produce in this time.
+    """Starts the streams, lets them decode for `quiet` seconds, and sends each prompt at its time (`LoadRequest.at`).
+
+    Measures for `quiet` seconds more, then cancels the streams. They must request more tokens than they can produce in
+    this time.
     """
     clock, start = client.clock, client.clock()
-    decoding = [Reply(number, 0.0, ask.prompt_tokens) for number, ask in enumerate(streams)]
+    decoding = [Reply(number, 0.0, request.prompt_tokens) for number, request in enumerate(streams)]
     tasks = [
-        asyncio.create_task(client.send(ask, reply.number, start, 0.0, reply))
-        for ask, reply in zip(streams, decoding, strict=True)
+        asyncio.create_task(client.send(request, reply.number, start, 0.0, reply))
+        for request, reply in zip(streams, decoding, strict=True)
     ]
     try:
         async with asyncio.timeout(patience):
@@ -47,11 +54,11 @@ async def interfere(
             await asyncio.sleep(quiet)
             began = clock() - start
 
-            async def later(number: int, ask: Ask) -> Reply:
-                await asyncio.sleep(max(0.0, began + ask.at - (clock() - start)))
-                return await client.send(ask, number, start, began + ask.at)
+            async def later(number: int, request: LoadRequest) -> Reply:
+                await asyncio.sleep(max(0.0, began + request.at - (clock() - start)))
+                return await client.send(request, number, start, began + request.at)
 
-            sent = [later(len(streams) + number, ask) for number, ask in enumerate(prompts)]
+            sent = [later(len(streams) + number, request) for number, request in enumerate(prompts)]
             answers = await asyncio.gather(*sent)
             _check(answers, "was not answered")
             ended = max(reply.times[0] for reply in answers)

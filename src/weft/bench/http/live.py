@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from weft.bench.http.drive import Run
+from weft.bench.http.drive import LoadRun
 from weft.bench.http.figures import gaps, lag, ttft
 
 EVERY = 0.25  # seconds
@@ -18,7 +18,7 @@ RECENT = 200  # the percentiles are over the last RECENT complete replies
 
 
 @contextlib.asynccontextmanager
-async def live_view(run: Run, show: bool) -> AsyncIterator[None]:
+async def live_view(run: LoadRun, show: bool) -> AsyncIterator[None]:
     if not show:
         yield
         return
@@ -40,7 +40,7 @@ async def live_view(run: Run, show: bool) -> AsyncIterator[None]:
                 await drawing
 
 
-def view(run: Run, seconds: float) -> Table:
+def view(run: LoadRun, seconds: float) -> Table:
     table = Table(box=None, show_header=False)
     done = [reply for reply in run.replies if reply.is_complete]
     written = sum(reply.output_tokens for reply in done)
@@ -65,5 +65,5 @@ def _percentiles(values: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> str:
     return f"p50 {middle:.1f} ms, p99 {high:.1f} ms (last {RECENT} requests)"
 
 
-def _last_error(run: Run) -> str:
+def _last_error(run: LoadRun) -> str:
     return next((reply.error for reply in reversed(run.replies) if reply.error), "")[:80]

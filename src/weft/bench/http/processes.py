@@ -15,10 +15,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from weft.bench.http.ask import Ask
 from weft.bench.http.client import Client, ClientSettings, Reply
-from weft.bench.http.drive import Run, drive
+from weft.bench.http.drive import LoadRun, drive
 from weft.bench.http.fast_loop import on_fast_loop
+from weft.bench.http.load_request import LoadRequest
 from weft.errors import EngineError
 
 MOST_PROCESSES = 6
@@ -70,19 +70,19 @@ class ClientProcesses:
                 process.kill()
                 process.join()
 
-    async def drive(self, asks: Sequence[Ask], run: Run) -> None:
-        """Sends all requests when they are due; see `drive`. `asks` are sorted by time."""
+    async def drive(self, requests: Sequence[LoadRequest], run: LoadRun) -> None:
+        """Sends all requests when they are due; see `drive`. `requests` are sorted by time."""
         if self._count == 1:
-            await drive(self._client, asks, run=run)
+            await drive(self._client, requests, run=run)
             return
         clock = self._client.clock
         start = clock() + LEAD
-        numbers = [range(place, len(asks), self._count) for place in range(self._count)]
+        numbers = [range(place, len(requests), self._count) for place in range(self._count)]
         for pipe, own in zip(self._pipes, numbers, strict=True):
             with suppress(BrokenPipeError):  # a dead process is detected below
-                pipe.send((start, [asks[number] for number in own]))
-        run.planned = len(asks)
-        times = [ask.at for ask in asks]
+                pipe.send((start, [requests[number] for number in own]))
+        run.planned = len(requests)
+        times = [request.at for request in requests]
         open_pipes = dict(zip(self._pipes, numbers, strict=True))
         while open_pipes:
             await asyncio.sleep(LOOK)
@@ -95,7 +95,7 @@ class ClientProcesses:
                         continue
                     reply.number = own[reply.number]
                     run.replies.append(reply)
-        run.sent, run.seconds = len(asks), clock() - start
+        run.sent, run.seconds = len(requests), clock() - start
 
 
 def _received(pipe: Connection) -> Reply | None:
@@ -118,11 +118,11 @@ async def _serve(settings: ClientSettings, pipe: Connection) -> None:
     async with Client.of(settings) as client:
         pipe.send(None)
         while True:
-            start, asks = pipe.recv()
+            start, requests = pipe.recv()
             gc.collect()
             gc.freeze()  # keeps the garbage collector from scanning all prompts during the measurement
-            run = Run()
-            await drive(client, asks, run=run, start=start)
+            run = LoadRun()
+            await drive(client, requests, run=run, start=start)
             for reply in run.replies:
                 pipe.send(reply)
             pipe.send(None)

@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import overload
 
-from weft.bench.http.ask import Ask
-from weft.bench.http.workload import Wish
+from weft.bench.http.load_request import LoadRequest
+from weft.bench.http.workload import RequestSpec
 from weft.errors import EngineError, OptionError
 from weft.sim.traces import MOONCAKE_BLOCK
 from weft.text.tokenizer import Tokenizer
@@ -85,29 +85,29 @@ class Atoms:
         """
         return "".join(Random(f"{purpose} {seed}").choices(self.words, k=HEAD_WORDS)) + "\n"
 
-    def prompt(self, wish: Wish, number: int, seed: int) -> str:
-        """The prompt text of a wish: a given text after the run's head, or the shared blocks followed by words that
+    def prompt(self, spec: RequestSpec, number: int, seed: int) -> str:
+        """The prompt text of a spec: a given text after the run's head, or the shared blocks followed by words that
         begin differently for every `number`.
         """
-        if wish.text:
-            return self.head("sent", seed) + wish.text
-        self._check(wish.prompt_tokens)
+        if spec.text:
+            return self.head("sent", seed) + spec.text
+        self._check(spec.prompt_tokens)
         parts, filled = [], self.overhead  # the overhead replaces part of the first block
-        for place, identity in enumerate(wish.prefix_ids, start=1):
-            end = min(place * MOONCAKE_BLOCK, wish.prompt_tokens)
+        for place, identity in enumerate(spec.prefix_ids, start=1):
+            end = min(place * MOONCAKE_BLOCK, spec.prompt_tokens)
             if end > filled:
                 parts.append(self.block(identity, end - filled, seed))
                 filled = end
-        return "".join([*parts, self._own(wish.prompt_tokens - filled, number, seed)])
+        return "".join([*parts, self._own(spec.prompt_tokens - filled, number, seed)])
 
-    def again(self, prompt: str, wish: Wish, number: int, turn: int, seed: int) -> str:
-        """The prompt of wish `number` with the same length but other first words, so that a prefix cache misses it.
+    def again(self, prompt: str, spec: RequestSpec, number: int, turn: int, seed: int) -> str:
+        """The prompt of spec `number` with the same length but other first words, so that a prefix cache misses it.
 
         Only the first words are new, because this runs during the measurement.
         """
-        if wish.text:
-            return self.head(f"sent {turn}", seed) + wish.text
-        tokens = min(HEAD_WORDS, wish.prompt_tokens - self.overhead)
+        if spec.text:
+            return self.head(f"sent {turn}", seed) + spec.text
+        tokens = min(HEAD_WORDS, spec.prompt_tokens - self.overhead)
         words = Random(f"again {seed} {number} {turn}").choices(self.words, k=tokens)
         return "".join(words) + prompt.removeprefix(self._own(tokens, number, seed))
 
@@ -154,74 +154,75 @@ async def _in_any_order(atoms: Atoms, count: Count) -> Atoms:
     return atoms
 
 
-async def counted(wishes: Sequence[Wish], atoms: Atoms, seed: int, count: Count) -> list[Wish]:
+async def counted(specs: Sequence[RequestSpec], atoms: Atoms, seed: int, count: Count) -> list[RequestSpec]:
     """Wishes of given texts with their lengths: of a prompt including the overhead, of an answer without it.
 
     The texts are counted after another head than the one they are sent with: a server that counts by answering keeps
     them in its prefix cache.
     """
     head = atoms.head("counted", seed)
-    texts = [text for wish in wishes for text in (wish.text, wish.answer)]
+    texts = [text for spec in specs for text in (spec.text, spec.answer)]
     # The count of a text of one token, minus 1, is the overhead of all texts: the head, and what the server adds.
     single, *tokens = await count([head + text for text in (atoms.words[0], *texts)])
     return [
-        wish._replace(prompt_tokens=prompt, output_tokens=max(1, answer - (single - 1)))
-        for wish, prompt, answer in zip(wishes, tokens[0::2], tokens[1::2], strict=True)
+        spec._replace(prompt_tokens=prompt, output_tokens=max(1, answer - (single - 1)))
+        for spec, prompt, answer in zip(specs, tokens[0::2], tokens[1::2], strict=True)
     ]
 
 
-async def make_asks(wishes: Sequence[Wish], atoms: Atoms, seed: int, check: Count) -> list[Ask]:
-    """One Ask with its prompt for each wish. `check` verifies the token counts of a sample of the generated prompts,
-    from the shortest to the longest.
+async def make_requests(specs: Sequence[RequestSpec], atoms: Atoms, seed: int, check: Count) -> list[LoadRequest]:
+    """The request of each spec, with its prompt.
+
+    `check` verifies the token counts of a sample of the generated prompts, from the shortest to the longest.
     """
-    made_up = [number for number, wish in enumerate(wishes) if not wish.text]
-    by_length = sorted(made_up, key=lambda number: wishes[number].prompt_tokens)
+    made_up = [number for number, spec in enumerate(specs) if not spec.text]
+    by_length = sorted(made_up, key=lambda number: specs[number].prompt_tokens)
     size = min(len(by_length), MOST_CHECKED)
     sample = [by_length[step * (len(by_length) - 1) // max(size - 1, 1)] for step in range(size)]
     if sample:
-        texts = [_stand_in(wishes[number], atoms, len(wishes) + number, seed) for number in sample]
+        texts = [_stand_in(specs[number], atoms, len(specs) + number, seed) for number in sample]
         for number, found in zip(sample, await check(texts), strict=True):
-            if found != wishes[number].prompt_tokens:
+            if found != specs[number].prompt_tokens:
                 raise EngineError(
-                    f"a prompt that should have {wishes[number].prompt_tokens} tokens has {found} by the server's "
+                    f"a prompt that should have {specs[number].prompt_tokens} tokens has {found} by the server's "
                     "count; name the served model's own tokenizer with --tokenizer"
                 )
-    asks = []
-    for number, wish in enumerate(wishes):
-        asks.append(Ask(wish.at, atoms.prompt(wish, number, seed), wish.prompt_tokens, wish.output_tokens))
+    requests = []
+    for number, spec in enumerate(specs):
+        requests.append(LoadRequest(spec.at, atoms.prompt(spec, number, seed), spec.prompt_tokens, spec.output_tokens))
         await asyncio.sleep(0)  # long prompts take a while; lets Ctrl-C through
-    return asks
+    return requests
 
 
-class Endless(Sequence[Ask]):
+class RepeatingRequests(Sequence[LoadRequest]):
     """Asks that repeat with other first words, for a run that is limited by its duration."""
 
-    def __init__(self, asks: Sequence[Ask], wishes: Sequence[Wish], atoms: Atoms, seed: int) -> None:
-        assert not any(wish.prefix_ids for wish in wishes), "what is shared would not be any more"
-        self.asks, self.wishes, self.atoms, self.seed = asks, wishes, atoms, seed
+    def __init__(self, requests: Sequence[LoadRequest], specs: Sequence[RequestSpec], atoms: Atoms, seed: int) -> None:
+        assert not any(spec.prefix_ids for spec in specs), "what is shared would not be any more"
+        self.requests, self.specs, self.atoms, self.seed = requests, specs, atoms, seed
 
     def __len__(self) -> int:
         return MOST_ASKS
 
     @overload
-    def __getitem__(self, index: int) -> Ask: ...
+    def __getitem__(self, index: int) -> LoadRequest: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Ask]: ...
-    def __getitem__(self, index: int | slice) -> Ask | list[Ask]:
+    def __getitem__(self, index: slice) -> list[LoadRequest]: ...
+    def __getitem__(self, index: int | slice) -> LoadRequest | list[LoadRequest]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        turn, number = divmod(index, len(self.asks))
-        ask = self.asks[number]
+        turn, number = divmod(index, len(self.requests))
+        request = self.requests[number]
         if not turn:
-            return ask
-        return replace(ask, prompt=self.atoms.again(ask.prompt, self.wishes[number], number, turn, self.seed))
+            return request
+        return replace(request, prompt=self.atoms.again(request.prompt, self.specs[number], number, turn, self.seed))
 
 
-def _stand_in(wish: Wish, atoms: Atoms, number: int, seed: int) -> str:
-    """A prompt like the wish's, but of other words: a server that counts by answering would cache the real one."""
-    return atoms.prompt(wish._replace(prefix_ids=tuple(~identity for identity in wish.prefix_ids)), number, seed)
+def _stand_in(spec: RequestSpec, atoms: Atoms, number: int, seed: int) -> str:
+    """A prompt like the spec's, but of other words: a server that counts by answering would cache the real one."""
+    return atoms.prompt(spec._replace(prefix_ids=tuple(~identity for identity in spec.prefix_ids)), number, seed)
 
 
 def local_count(directory: Path) -> Count:

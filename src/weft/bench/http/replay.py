@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.bench.http.ask import Ask
 from weft.bench.http.client import REFUSED, Client, Reply
-from weft.bench.http.drive import Run
+from weft.bench.http.drive import LoadRun
 from weft.bench.http.figures import gaps, lag
 from weft.bench.http.live import live_view
+from weft.bench.http.load_request import LoadRequest
 from weft.bench.http.processes import ClientProcesses, client_processes
 from weft.errors import EngineError
 from weft.sim.fidelity import Probe, Served
@@ -67,13 +67,15 @@ async def replay(
     """Warms the server up, sends all requests when they are due, and waits for all answers."""
     warm, prompts = token_prompts(trace, vocab_size, words)
     arrivals = (*trace.arrivals, *warm.arrivals)
-    asks = [Ask(one.time, "", len(ids), one.output_tokens, ids) for one, ids in zip(arrivals, prompts, strict=True)]
-    asks, first = asks[: len(trace.arrivals)], asks[len(trace.arrivals) :]
+    requests = [
+        LoadRequest(one.time, "", len(ids), one.output_tokens, ids) for one, ids in zip(arrivals, prompts, strict=True)
+    ]
+    requests, first = requests[: len(trace.arrivals)], requests[len(trace.arrivals) :]
     # With token ids every token is a separate frame, even if its text is empty or part of a character.
     async with Client(url, None, key=key, timeout=TIMEOUT, always={"return_token_ids": True}) as client:
         await client.meet(first[0])
-        for number, ask in enumerate(first[1:]):
-            reply = await client.send(ask, number, client.clock(), 0.0)
+        for number, request in enumerate(first[1:]):
+            reply = await client.send(request, number, client.clock(), 0.0)
             if not reply.is_complete and reply.status not in REFUSED:
                 raise EngineError(f"{url} fails at a request that was to warm it up: {reply.error}")
         if not client.asks_to_ignore_eos:
@@ -81,10 +83,10 @@ async def replay(
         async with ClientProcesses(client, client_processes()) as clients:
             overhead = await _overhead(client, vocab_size, words)
             token, probes = await _probe(clients, vocab_size, words)
-            run = Run()
+            run = LoadRun()
             async with live_view(run, show):
                 with _without_collections():
-                    await clients.drive(asks, run)
+                    await clients.drive(requests, run)
     return replace(served_of(trace, run.replies), request=overhead, token=token, probes=probes)
 
 
@@ -93,7 +95,7 @@ async def _overhead(client: Client, vocab_size: int, words: int) -> float:
     found = []
     for number in range(PROBES):
         ids = tuple(_drawn([words, 2, number], PROBE_TOKENS, vocab_size).tolist())
-        reply = await client.send(Ask(0.0, "", len(ids), 2, ids), number, client.clock(), 0.0)
+        reply = await client.send(LoadRequest(0.0, "", len(ids), 2, ids), number, client.clock(), 0.0)
         if reply.times and reply.server is not None:
             inside = _server(reply, "queue_ms") + _server(reply, "prefill_ms")
             found.append(reply.times[0] - reply.sent - inside / 1e3)
@@ -106,9 +108,9 @@ async def _probe(clients: ClientProcesses, vocab_size: int, words: int) -> tuple
     Returns the seconds between two tokens of one step at their clients (the server sends tokens one by one; None if the
     steps cannot be told apart), and a Probe of each kind.
     """
-    lone, many = Run(), Run()
-    for ask in _streams(LONE_STREAMS, LONE_PROMPT, LONE_TOKENS, PAUSE, vocab_size, words):
-        await clients.drive([ask], lone)
+    lone, many = LoadRun(), LoadRun()
+    for request in _streams(LONE_STREAMS, LONE_PROMPT, LONE_TOKENS, PAUSE, vocab_size, words):
+        await clients.drive([request], lone)
     await clients.drive(_streams(STREAMS, STREAM_PROMPT, STREAM_TOKENS, 0.0, vocab_size, words), many)
     kinds = ((1, LONE_PROMPT, LONE_TOKENS, lone.replies), (STREAMS, STREAM_PROMPT, STREAM_TOKENS, many.replies))
     probes = []
@@ -121,9 +123,9 @@ async def _probe(clients: ClientProcesses, vocab_size: int, words: int) -> tuple
     return between_tokens([reply.times for reply in many.replies if reply.is_complete]), tuple(probes)
 
 
-def _streams(count: int, prompt: int, tokens: int, due: float, vocab_size: int, words: int) -> list[Ask]:
+def _streams(count: int, prompt: int, tokens: int, due: float, vocab_size: int, words: int) -> list[LoadRequest]:
     prompts = [tuple(_drawn([words, 3, prompt, number], prompt, vocab_size).tolist()) for number in range(count)]
-    return [Ask(due, "", len(ids), tokens, ids) for ids in prompts]
+    return [LoadRequest(due, "", len(ids), tokens, ids) for ids in prompts]
 
 
 def between_tokens(times: Sequence[Sequence[float]]) -> float | None:

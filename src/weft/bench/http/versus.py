@@ -28,7 +28,7 @@ NORMAL = 1.96  # of the normal distribution; with a correction of 2.4 / freedom 
 
 
 @dataclass(frozen=True)
-class Ratio:
+class RatioInterval:
     """A figure divided by that of the first variant, with a 95% confidence interval."""
 
     value: float
@@ -47,7 +47,7 @@ def turns(names: Sequence[str], repeats: int) -> list[str]:
     return [name for repeat in range(repeats) for name in (names if repeat % 2 == 0 else names[::-1])]
 
 
-def ratio(first: Sequence[float], other: Sequence[float]) -> Ratio | None:
+def ratio(first: Sequence[float], other: Sequence[float]) -> RatioInterval | None:
     """The geometric mean of the ratios of paired runs; None if a figure is missing or 0."""
     pairs = [(a, b) for a, b in zip(first, other, strict=True) if a and b]
     if not pairs or len(pairs) < len(first):
@@ -55,11 +55,11 @@ def ratio(first: Sequence[float], other: Sequence[float]) -> Ratio | None:
     logs = np.log([b / a for a, b in pairs])
     middle = float(logs.mean())
     if len(logs) < 2:
-        return Ratio(math.exp(middle), None, None)
+        return RatioInterval(math.exp(middle), None, None)
     freedom = len(logs) - 1
     spreads = STUDENT[freedom - 1] if freedom <= len(STUDENT) else NORMAL + 2.4 / freedom
     width = spreads * float(logs.std(ddof=1)) / math.sqrt(len(logs))
-    return Ratio(math.exp(middle), math.exp(middle - width), math.exp(middle + width))
+    return RatioInterval(math.exp(middle), math.exp(middle - width), math.exp(middle + width))
 
 
 def figure_of(run: dict[str, Any], name: str) -> float | None:
@@ -80,7 +80,7 @@ def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     return found
 
 
-def comparison(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Ratio | None]]:
+def comparison(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, RatioInterval | None]]:
     """Ratios to the first variant, by the name of the other variant and by figure."""
     (_, base), *others = runs.items()
     return {

@@ -23,7 +23,7 @@ MOST_BURSTS = 10  # limit, as a multiple of the expected requests, for bursts so
 ANSWER_SIDE = ("gpt", "assistant")
 
 
-class Wish(NamedTuple):
+class RequestSpec(NamedTuple):
     at: float  # seconds from the start
     prompt_tokens: int  # by the server's count, including tokens that it adds around the prompt
     output_tokens: int
@@ -112,7 +112,7 @@ def _ramped(ticks: NDArray[np.float64], begin: float, end: float, whole: float) 
     return times
 
 
-class Lengths(Protocol):
+class LengthDistribution(Protocol):
     """A distribution of lengths in tokens, all at least 1."""
 
     def draw(self, count: int, random: np.random.Generator) -> NDArray[np.int64]: ...
@@ -147,7 +147,7 @@ class Listed:
         return np.resize(np.array(self.tokens, np.int64), count)
 
 
-def parse_lengths(text: str, name: str) -> Lengths:
+def parse_lengths(text: str, name: str) -> LengthDistribution:
     """Parses lengths from the command line. `name` is the option's name, for the error message."""
     if match := re.fullmatch(r"([0-9]{1,12})(?::([0-9]{1,12}))?", text):
         low, high = int(match[1]), int(match[2] or match[1])
@@ -211,14 +211,18 @@ def _read(path: Path) -> str:
 
 
 def drawn(
-    count: int, times: NDArray[np.float64], prompt: Lengths, output: Lengths, random: np.random.Generator
-) -> list[Wish]:
-    """`count` wishes at `times` (seconds), with lengths from two distributions."""
+    count: int,
+    times: NDArray[np.float64],
+    prompt: LengthDistribution,
+    output: LengthDistribution,
+    random: np.random.Generator,
+) -> list[RequestSpec]:
+    """`count` specs at `times` (seconds), with lengths from two distributions."""
     lengths = prompt.draw(count, random).tolist(), output.draw(count, random).tolist()
-    return [Wish(*row) for row in zip(times.tolist(), *lengths, strict=True)]
+    return [RequestSpec(*row) for row in zip(times.tolist(), *lengths, strict=True)]
 
 
-def of_trace(path: Path, *, rate_scale: float, duration: float | None, count: int | None) -> list[Wish]:
+def of_trace(path: Path, *, rate_scale: float, duration: float | None, count: int | None) -> list[RequestSpec]:
     """The first `duration` seconds of a trace, at most `count` requests, `rate_scale` times as fast.
 
     The duration is in unscaled time of the trace, as in `weft simulate`.
@@ -230,12 +234,12 @@ def of_trace(path: Path, *, rate_scale: float, duration: float | None, count: in
     if duration is not None:
         trace = trace.first(duration)
     return [
-        Wish(arrival.time, arrival.prompt_tokens, arrival.output_tokens, arrival.prefix_ids)
+        RequestSpec(arrival.time, arrival.prompt_tokens, arrival.output_tokens, arrival.prefix_ids)
         for arrival in trace.scaled(rate_scale).arrivals[:count]
     ]
 
 
-def of_sharegpt(path: Path, count: int | None, random: np.random.Generator) -> list[Wish]:
+def of_sharegpt(path: Path, count: int | None, random: np.random.Generator) -> list[RequestSpec]:
     """First questions of conversations with their answers, at most `count`, in random order.
 
     All have time 0 and no lengths yet: the caller sets the times, and `prompts.counted` sets the lengths.
@@ -254,7 +258,7 @@ def of_sharegpt(path: Path, count: int | None, random: np.random.Generator) -> l
     if not pairs:
         raise OptionError(f"{path} has no conversation that begins with a question by human and an answer by gpt")
     chosen = [pairs[index] for index in random.permutation(len(pairs))[:count]]
-    return [Wish(0.0, 0, 0, text=question, answer=answer) for question, answer in chosen]
+    return [RequestSpec(0.0, 0, 0, text=question, answer=answer) for question, answer in chosen]
 
 
 def _first_turns(place: str, conversation: object) -> tuple[str, str] | None:
@@ -275,10 +279,10 @@ def _first_turns(place: str, conversation: object) -> tuple[str, str] | None:
     return (question, answer) if question.strip() and answer.strip() else None
 
 
-def cut(wishes: Sequence[Wish], context: int) -> tuple[list[Wish], LeftOut | None]:
-    """The wishes that fit into `context` tokens, and a count of the left-out ones."""
-    lengths = [wish.prompt_tokens + wish.output_tokens for wish in wishes]
-    kept = [wish for wish, length in zip(wishes, lengths, strict=True) if length <= context]
-    if len(kept) == len(wishes):
+def cut(specs: Sequence[RequestSpec], context: int) -> tuple[list[RequestSpec], LeftOut | None]:
+    """The specs that fit into `context` tokens, and a count of the left-out ones."""
+    lengths = [spec.prompt_tokens + spec.output_tokens for spec in specs]
+    kept = [spec for spec, length in zip(specs, lengths, strict=True) if length <= context]
+    if len(kept) == len(specs):
         return kept, None
-    return kept, LeftOut(len(wishes) - len(kept), len(wishes), max(lengths), context)
+    return kept, LeftOut(len(specs) - len(kept), len(specs), max(lengths), context)

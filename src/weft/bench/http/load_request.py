@@ -1,10 +1,10 @@
-"""Ask: one request of a run."""
+"""One request of a load test, ready to be sent."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class LoadRequest:
     at: float  # seconds from the start of the run; in a closed loop only the order counts
     prompt: str
     prompt_tokens: int  # by the server's tokenizer, including tokens that the server adds around the prompt
