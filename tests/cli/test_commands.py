@@ -1,20 +1,14 @@
-"""The commands in real processes, as a user types them, on a small model with random weights."""
+"""The commands as a user types them, on a small model with random weights: one of each in a process of its own."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run_here, run_process
 from tests.engine.tiny import talking_directory
 
 DUMMY = ("--load-format", "dummy")
-
-
-def weft(*arguments: str | Path, text: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "weft", *map(str, arguments)]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +17,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_generate_prints_the_prompt_and_its_continuation(model: Path) -> None:
-    done = weft("generate", model, *DUMMY, "--prompt", "The", "--max-tokens", "16", "--seed", "1")
+    done = run_process("generate", model, *DUMMY, "--prompt", "The", "--max-tokens", "16", "--seed", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The")
     assert len(done.stdout) > 4
@@ -38,7 +32,7 @@ def test_generate_completes_a_file_line_by_line(model: Path, tmp_path: Path) -> 
     ]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    done = weft("generate", model, *DUMMY, "--input", source, "--output", target, "--max-tokens", "5")
+    done = run_here("generate", model, *DUMMY, "--input", source, "--output", target, "--max-tokens", "5")
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in target.read_text().splitlines()]
     assert [result["line"] for result in results] == [1, 2, 3, 4]
@@ -55,7 +49,7 @@ def test_results_on_standard_output_are_nothing_but_lines_of_json(model: Path, t
         {"prompt": "b", "stop": ["x"]},
     ]
     source.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
-    done = weft("generate", model, *DUMMY, "--input", source)
+    done = run_here("generate", model, *DUMMY, "--input", source)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads(line) for line in done.stdout.split("\n")[:-1])
     assert len(first["completions"][0]["logprobs"]) == 3
@@ -68,7 +62,7 @@ def test_earlier_results_survive_a_bad_input(model: Path, tmp_path: Path) -> Non
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": [999]}')
     target.write_text("precious")
-    assert weft("generate", model, *DUMMY, "--input", source, "--output", target).returncode == 2
+    assert run_here("generate", model, *DUMMY, "--input", source, "--output", target).returncode == 2
     assert target.read_text() == "precious"
 
 
@@ -94,7 +88,7 @@ def test_earlier_results_survive_a_bad_input(model: Path, tmp_path: Path) -> Non
 def test_a_broken_line_is_named(model: Path, tmp_path: Path, lines: list[str], message: str) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("\n".join(lines))
-    done = weft("generate", model, *DUMMY, "--input", source)
+    done = run_here("generate", model, *DUMMY, "--input", source)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
@@ -111,28 +105,28 @@ def test_a_broken_line_is_named(model: Path, tmp_path: Path, lines: list[str], m
     ],
 )
 def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
-    done = weft(*arguments)
+    done = run_here(*arguments)
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
 def test_chat_answers_every_line_and_shows_its_times(model: Path) -> None:
-    done = weft("chat", model, *DUMMY, "--max-tokens", "8", text="hello\n/reset\nagain\n/quit\nnever\n")
+    done = run_process("chat", model, *DUMMY, "--max-tokens", "8", text="hello\n/reset\nagain\n/quit\nnever\n")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tokens; first after") == 2
     assert "never" not in done.stdout
 
 
 def test_chat_goes_on_after_a_message_that_is_too_long(model: Path) -> None:
-    done = weft("chat", model, *DUMMY, "--max-tokens", "8", text=f"{'long ' * 40}\nshort\n")
+    done = run_here("chat", model, *DUMMY, "--max-tokens", "8", text=f"{'long ' * 40}\nshort\n")
     assert done.returncode == 0, done.stderr
     assert "the context is 128" in done.stderr
     assert done.stderr.count("tokens; first after") == 1
 
 
 def test_help_names_every_command() -> None:
-    done = weft("--help")
+    done = run_process("--help")
     assert done.returncode == 0
     assert "chat" in done.stdout
     assert "generate" in done.stdout

@@ -31,9 +31,10 @@ def serve(model: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_a_server_that_cannot_load_its_model_ends_in_one_line_each_time(unusable: Path) -> None:
+@pytest.mark.parametrize("starts", [2, pytest.param(10, marks=pytest.mark.long)])
+def test_a_server_that_cannot_load_its_model_ends_in_one_line_each_time(starts: int, unusable: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
-        ended = list(threads.map(serve, [unusable] * 10))
+        ended = list(threads.map(serve, [unusable] * starts))
     for one in ended:
         assert one.returncode == 1
         first, last = one.stderr.splitlines()
@@ -43,9 +44,9 @@ def test_a_server_that_cannot_load_its_model_ends_in_one_line_each_time(unusable
 
 def test_an_engine_process_that_cannot_start_ends_while_its_parent_lives(unusable: Path, tmp_path: Path) -> None:
     """Its standard input stays open meanwhile, and a thread reads it."""
-    pulse = tmp_path / "pulse"
-    pulse.write_bytes(bytes(24))
-    orders = EngineProcessConfig(f"ipc://{tmp_path}/socket", str(unusable), (), {}, pulse=str(pulse))
+    heartbeat = tmp_path / "heartbeat"
+    heartbeat.write_bytes(bytes(24))
+    orders = EngineProcessConfig(f"ipc://{tmp_path}/socket", str(unusable), (), {}, heartbeat_file=str(heartbeat))
     process = subprocess.Popen(
         [sys.executable, "-m", "weft.serve.engines.engine_main"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
     )
