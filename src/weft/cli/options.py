@@ -24,23 +24,23 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtype",
         default="auto",
-        help="auto (the checkpoint's), float32 or float, float16 or half, or bfloat16 (default: auto)",
+        help="auto (as in the checkpoint), float32 or float, float16 or half, or bfloat16 (default: auto)",
     )
-    add("--device", default="auto", help="auto (cuda where there is one), cpu or cuda (default: auto)")
+    add("--device", default="auto", help="auto (cuda if there is a GPU), cpu or cuda (default: auto)")
     add(
         "--max-model-len",
         type=_tokens,
         metavar="N",
-        help="most tokens of a prompt with its output (default: the model's)",
+        help="most tokens of a prompt and its output together (default: the model's limit)",
     )
     add("--max-num-seqs", type=int, metavar="N", default=256, help="requests that run at once (default: 256)")
-    add("--max-num-batched-tokens", type=int, metavar="N", default=2048, help="tokens a step may carry (default: 2048)")
+    add("--max-num-batched-tokens", type=int, metavar="N", default=2048, help="most tokens in a step (default: 2048)")
     add("--block-size", type=int, metavar="N", default=16, help="tokens in a block of the KV cache (default: 16)")
     add(
         "--kv-cache-memory-bytes",
         type=_size,
         metavar="BYTES",
-        help="memory for the KV cache, as 4000000000, 4G or 4GiB (default: from what the device has free)",
+        help="memory for the KV cache, as 4000000000, 4G or 4GiB (default: depends on the device's free memory)",
     )
     add(
         "--gpu-memory-utilization",
@@ -53,7 +53,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="keep the KV cache of prompts and reuse it where another begins alike (default: on)",
+        help="keep the KV cache of prompts, and reuse it for prompts with the same beginning (default: on)",
     )
     add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights (default: auto)")
 
@@ -74,16 +74,16 @@ def choose_model(arguments: argparse.Namespace) -> None:
 def add_promise_arguments(parser: argparse.ArgumentParser) -> None:
     promises = parser.add_argument_group(
         "promises",
-        "With a target, the device is measured once (weft calibrate); a request whose promised first token would be "
-        "late is refused.",
+        "With a target, the device is measured once (weft calibrate). A request is refused if its first token would be "
+        "later than promised.",
     )
     promise = promises.add_argument
     promise(
         "--policy",
         choices=POLICIES,
         default="slo",
-        help="slo: prefill gets what the targets leave; without a target, or with chunked, --max-num-batched-tokens; "
-        "monolithic: whole prompts, while everybody waits (default: slo)",
+        help="slo: prefill uses the time that the targets leave; chunked: up to --max-num-batched-tokens a step, as "
+        "with slo without targets; monolithic: whole prompts, while decoding waits (default: slo)",
     )
     promise("--gap-target-ms", type=float, metavar="MS", help="promised time between tokens (default: none)")
     promise("--ttft-target-ms", type=float, metavar="MS", help="promised time to the first token (default: none)")
@@ -91,16 +91,16 @@ def add_promise_arguments(parser: argparse.ArgumentParser) -> None:
         "--ttft-target-per-1k-ms",
         type=float,
         metavar="MS",
-        help="and on top of it, per 1,000 prompt tokens (default: 0)",
+        help="added to the time to the first token, per 1,000 prompt tokens (default: 0)",
     )
     promise(
         "--min-gap-target-ms",
         type=float,
         metavar="MS",
-        help="a smaller wish for the time between tokens is raised to this (default: 1.5 measured decode steps)",
+        help="a smaller target for the time between tokens is raised to this (default: 1.5 measured decode steps)",
     )
-    promise("--max-queued-requests", type=int, metavar="N", help="more that wait are turned away (default: no limit)")
-    promise("--max-queued-tokens", type=int, metavar="N", help="of waiting prompts, likewise (default: no limit)")
+    promise("--max-queued-requests", type=int, metavar="N", help="most waiting requests (default: no limit)")
+    promise("--max-queued-tokens", type=int, metavar="N", help="most tokens of waiting prompts (default: no limit)")
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -121,15 +121,15 @@ def serve_arguments(arguments: argparse.Namespace) -> list[str]:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    group = parser.add_argument_group("sampling", "What is not given is the model's own recommendation, if it has one.")
+    group = parser.add_argument_group("sampling", "The defaults are the model's recommendations, if it has any.")
     add = group.add_argument
     add("--max-tokens", type=int, metavar="N", default=max_tokens, help=f"most tokens to write (default: {max_tokens})")
     add("--temperature", type=float, metavar="T", help="0 always takes the most likely token")
     add("--top-p", type=float, metavar="P", help="keep the likeliest tokens of this total probability")
     add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
     add("--min-p", type=float, metavar="P", help="keep tokens this likely relative to the likeliest one")
-    add("--repetition-penalty", type=float, metavar="R", help="above 1: discourage what was there before")
-    add("--seed", type=int, metavar="N", help="same seed, same text (default: different every time)")
+    add("--repetition-penalty", type=float, metavar="R", help="above 1: make repeated tokens less likely")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same text (default: a different one each time)")
     add("--stop", action="append", metavar="TEXT", help="end before this text (may be given several times)")
 
 
