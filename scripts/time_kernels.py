@@ -3,7 +3,7 @@
     PYTHONPATH=src python scripts/time_kernels.py [--quick] [--only PART ...]
 
 Parts: chain (the time of a layer of a decode step, with kernels that overlap and that do not), matvec64 (17 to 64
-rows), fused, decode, draw, matvec. Copy what matvec, matvec64 and chain print to weft/kernels/matvec.py.
+rows), fused, decode, draw, matvec. Copy what matvec, matvec64 and chain print to weft/kernels/matvec_tuning.py.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels import decode, draw, fused, matvec, ops, shares
+from weft.kernels import decode, draw, fused, matvec, matvec_tuning, ops, shares
 
 
 @contextlib.contextmanager
@@ -135,19 +135,19 @@ def _tune_chain(chain: Chain, rows: int, count: int) -> None:
     until = time.perf_counter() + 12
     products = (((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, False), (HIDDEN, HEADS * DIM, False), (INNER, HIDDEN, True))
     for m, k, gated in (*products, (HIDDEN, INNER, False)):
-        key = (matvec.bucket(rows), m, k, gated)
-        before = matvec.configure(rows, m, k, torch.bfloat16, gated=gated)
+        key = (matvec_tuning.bucket(rows), m, k, gated)
+        before = matvec_tuning.configure(rows, m, k, torch.bfloat16, gated=gated)
         timed = {}
-        for config in dict.fromkeys([before, *matvec.candidates(rows, m, k, torch.bfloat16, gated=gated)]):
+        for config in dict.fromkeys([before, *matvec_tuning.candidates(rows, m, k, torch.bfloat16, gated=gated)]):
             if time.perf_counter() > until:
                 print("    out of time")
                 break
-            with changed(matvec, "TUNED", {**matvec.TUNED, key: config}):
+            with changed(matvec_tuning, "TUNED", {**matvec_tuning.TUNED, key: config}):
                 timed[config] = seconds([chain.run] * 3) / count
         print("    " + ", ".join(f"{tuple(config)} {span * 1e6:.2f}" for config, span in timed.items()))
         best = min(timed, key=timed.__getitem__, default=before)
         if best != before and timed[best] < 0.99 * timed[before]:
-            matvec.TUNED[key] = best  # the next product is tuned with it
+            matvec_tuning.TUNED[key] = best  # the next product is tuned with it
             print(f"    {key}: {best!r},  # in the chain: {timed[before] * 1e6:.2f} -> {timed[best] * 1e6:.2f} us")
 
 
@@ -167,7 +167,7 @@ SHAPES = {  # name: (outputs, inputs)
     "qwen-0.6b head": (151936, 1024),
 }
 COLD = 256 << 20  # bytes to read before an input is used again: several times what fits into L2
-Tuned = dict[tuple[int, int, int, bool], matvec.Config]
+Tuned = dict[tuple[int, int, int, bool], matvec_tuning.Config]
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -260,10 +260,10 @@ def _time_shape(
     for rows in numbers:  # the largest of each bucket comes first and is tuned, the others reuse it
         x = torch.randn(rows, k, device=weights[0].device, dtype=torch.bfloat16)
         inputs = [(x, weight) for weight in weights]
-        key = (matvec.bucket(rows), m, k, gated)
+        key = (matvec_tuning.bucket(rows), m, k, gated)
         if key not in tuned:
             timed = {}
-            for config in matvec.candidates(rows, m, k, torch.bfloat16, gated=gated):
+            for config in matvec_tuning.candidates(rows, m, k, torch.bfloat16, gated=gated):
                 try:
                     timed[config] = repeated(functools.partial(ours, config=config), inputs)
                 except Exception as error:

@@ -11,7 +11,8 @@ from weft import SamplingParams
 from weft.engine.executor import SlotSetup
 from weft.engine.sampling import Sampler, hashed_uniform
 from weft.kernels import draw
-from weft.kernels.truncate import ROUNDS, SLACK, UNIT, Cuts, truncate
+from weft.kernels.ranks import UNIT
+from weft.kernels.truncate import ROUNDS, SLACK, Cuts, truncate
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels.device import DEVICE, assert_close, normal
-from weft.kernels import matvec, ops
+from weft.kernels import matvec, matvec_tuning, ops
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 
@@ -36,26 +36,26 @@ def test_matvec_silu(dtype: torch.dtype) -> None:
             assert_close(matvec.matvec_silu(x, weight, config=config), F.silu(gate) * up, dtype)
 
 
-def _some_configs(rows: int, m: int, k: int, dtype: torch.dtype, gated: bool) -> list[matvec.Config]:
+def _some_configs(rows: int, m: int, k: int, dtype: torch.dtype, gated: bool) -> list[matvec_tuning.Config]:
     """The default, the last candidate, and both with shared columns; splits may be without any."""
-    found = matvec.candidates(rows, m, k, dtype, gated=gated)
+    found = matvec_tuning.candidates(rows, m, k, dtype, gated=gated)
     chosen = [found[0], found[-1]]
-    if -(-m // found[-1].block_m) <= matvec.PROGRAMS >= -(-m // found[0].block_m):
+    if -(-m // found[-1].block_m) <= matvec_tuning.PROGRAMS >= -(-m // found[0].block_m):
         chosen += [found[0]._replace(splits=2), found[-1]._replace(splits=5)]
     return chosen
 
 
 def test_rows_are_tuned_for_in_buckets() -> None:
-    buckets = [matvec.bucket(rows) for rows in range(1, matvec.MAX_ROWS + 1)]
+    buckets = [matvec_tuning.bucket(rows) for rows in range(1, matvec_tuning.MAX_ROWS + 1)]
     assert sorted(set(buckets)) == [1, 4, 16, 32, 64]
     assert all(bucket >= rows for rows, bucket in enumerate(buckets, start=1))
 
 
 def test_tuned_configurations_have_enough_counters() -> None:
-    for (rows, m, _, _), config in matvec.TUNED.items():
-        assert config.splits == 1 or -(-m // config.block_m) <= matvec.PROGRAMS
+    for (rows, m, _, _), config in matvec_tuning.TUNED.items():
+        assert config.splits == 1 or -(-m // config.block_m) <= matvec_tuning.PROGRAMS
         assert config.dot or rows == 1
 
 
 def test_only_what_was_tuned_can_be_faster_than_torch() -> None:
-    assert all(key in matvec.TUNED and key[0] > ops.FEW for key in matvec.FASTER)
+    assert all(key in matvec_tuning.TUNED and key[0] > ops.FEW for key in matvec_tuning.FASTER)

@@ -14,7 +14,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from weft.kernels.truncate import ROUNDS, Border, Cuts, mass_of, power_of, rank_of, truncate, units_of
+from weft.kernels.ranks import mass_of, power_of, rank_of, units_of
+from weft.kernels.truncate import ROUNDS, Border, Cuts, truncate
 
 TILE = 2048  # logits; the second kernel reads one tile per row again
 

@@ -63,9 +63,12 @@ def _is_read_once(x: Tensor, outputs: int, *, gated: bool = False) -> bool:
         return False
     if len(x) <= FEW:
         return True
-    from weft.kernels import matvec
+    from weft.kernels import matvec_tuning
 
-    return len(x) <= matvec.MAX_ROWS and (matvec.bucket(len(x)), outputs, x.shape[1], gated) in matvec.FASTER
+    return (
+        len(x) <= matvec_tuning.MAX_ROWS
+        and (matvec_tuning.bucket(len(x)), outputs, x.shape[1], gated) in matvec_tuning.FASTER
+    )
 
 
 def _has_kernels(x: Tensor) -> bool:

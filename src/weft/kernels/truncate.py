@@ -16,8 +16,9 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from weft.kernels.ranks import logit_of, mass_of, power_of, rank_of, units_of
+
 WAYS = 16
-UNIT = tl.constexpr(float(1 << 40))  # units of probability of the most likely token; 2^21 such tokens fit into an int64
 EVERYTHING = tl.constexpr(1 << 62)  # more units than a row can have
 SLACK = tl.constexpr(1 - 1e-6)  # factor on top_p, which float32 may have rounded up: 0.2 of five equal tokens is one
 # By logit type: the bits of float32 that the type lacks, which ranks leave out; and the rounds until one rank is left.
@@ -87,44 +88,6 @@ def truncate(
         _weigh[grid](*given, *cuts, counting[-1], counts[-1], targets, *states, *layout, number, **reading, **every)
     _measure[grid](*given, cuts.top_p, cuts.floor, weighing[-1], masses[-1], *found, *layout, **reading, **every)
     return found
-
-
-@triton.jit
-def rank_of(logits, SHIFT: tl.constexpr):
-    """int32 ranks in the order of the logits; equal for equal logits."""
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
-
-
-@triton.jit
-def logit_of(rank, SHIFT: tl.constexpr):
-    bits = (rank << SHIFT) | tl.where(rank < 0, (1 << SHIFT) - 1, 0)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def power_of(logits, highest, temperature):
-    """exp((logit - highest) / temperature): 1 at the highest logit, 0 where a logit is -inf, even if all are.
-
-    Divides only after the subtraction, so that nothing overflows, however small the temperature is.
-    """
-    top = tl.where(highest == float("-inf"), 0.0, highest)
-    return tl.exp((logits - top) / tl.where(temperature > 0, temperature, 1.0))
-
-
-@triton.jit
-def units_of(logits, highest, temperature):
-    """`power_of` in units, as int64: sums do not depend on the order of addition."""
-    return (power_of(logits, highest, temperature) * UNIT).to(tl.int64)
-
-
-@triton.jit
-def mass_of(ties, rank, top, heat, SHIFT: tl.constexpr):
-    """Units of `ties` logits of one rank, as float64. A rank below that of -inf is no number and has no mass."""
-    logit = logit_of(rank, SHIFT)
-    is_number = logit == logit
-    units = units_of(tl.where(is_number, logit, float("-inf")), top, heat)
-    return tl.where(is_number, ties * units.to(tl.float64), 0.0)
 
 
 @triton.jit
@@ -207,6 +170,16 @@ def _narrow(low, high, found, enough, WAYS: tl.constexpr):
     is_pivot = (low + (each + 1) * step < high) & (each < WAYS - 1)
     number = tl.sum((is_pivot & (found >= enough)).to(tl.int64), 0)
     return number, low + number * step, tl.minimum(low + (number + 1) * step, high)
+
+
+@triton.jit
+def _add_above(found, ranks, amounts, low, high, step, pivots, WAYS: tl.constexpr):
+    """Adds to `found`, for each pivot of an interval, the amounts of the ranks above it."""
+    each = tl.arange(0, WAYS)
+    for pivot in range(pivots):
+        above = ranks > tl.minimum(low + (pivot + 1) * step, high).to(tl.int32)
+        found += tl.where(each == pivot, tl.sum(tl.where(above, amounts, 0), 0), 0)
+    return found
 
 
 @triton.jit
@@ -306,9 +279,7 @@ def _count(
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             if rank_of(tl.load(highest + row * tiles + tile), SHIFT) > low + step:
                 _, ranks = _ranks(logits, row, tile, vocab, stride, SHIFT, TILE)
-                for pivot in range(pivots):
-                    over = ranks > tl.minimum(low + (pivot + 1) * step, high).to(tl.int32)
-                    found += tl.where(each == pivot, tl.sum(over.to(tl.int32), 0), 0)
+                found = _add_above(found, ranks, 1, low, high, step, pivots, WAYS)
         tl.atomic_add(counts + row * WAYS + each, found, mask=found > 0)
 
 
@@ -370,9 +341,7 @@ def _weigh(
             if rank_of(tl.load(highest + row * tiles + tile), SHIFT) > lowest_of_all:
                 values, ranks = _ranks(logits, row, tile, vocab, stride, SHIFT, TILE)
                 units = units_of(values, top, heat)
-                for pivot in range(pivots):
-                    over = ranks > tl.minimum(low + (pivot + 1) * step, high).to(tl.int32)
-                    found += tl.where(each == pivot, tl.sum(tl.where(over, units, 0), 0), 0)
+                found = _add_above(found, ranks, units, low, high, step, pivots, WAYS)
                 if target < 0:
                     over = ranks > border.to(tl.int32)
                     found += tl.where(each == WAYS - 1, tl.sum(tl.where(over, units, 0), 0), 0)
