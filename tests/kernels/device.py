@@ -4,14 +4,18 @@ To be imported before any kernel: where there is no Triton, or none whose interp
 that imports it.
 """
 
+import dataclasses
 import importlib.metadata
 import importlib.util
+import inspect
 import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests.strength import is_long
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter keeps bfloat16 as integers: it cuts off where it should round, and multiplies the integers in tl.dot.
@@ -34,7 +38,36 @@ def _check_triton() -> None:
             pytest.skip("the interpreter of Triton 3.9 makes numbers of truth values", allow_module_level=True)
 
 
+def _speed_the_interpreter_up() -> None:
+    """The interpreter replaces the functions of triton.language for every function that a kernel calls, and puts them
+    back after each launch, which takes half of its time. Nothing else uses them here, so replacing them once will do.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    patched: set[tuple[bool, bool]] = set()
+
+    class Kept:
+        def restore(self) -> None:
+            pass
+
+    def once(fn: Any) -> Kept:
+        seen = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
+        languages = (interpreter.tl in seen, interpreter.tl.core in seen)
+        if languages not in patched:
+            patched.add(languages)
+            patch(fn)
+        return Kept()
+
+    interpreter._patch_lang = once
+    if not is_long():  # half of the rest of its time: every addition of integers is checked for an overflow
+        builder = interpreter.interpreter_builder
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
 _check_triton()
+if DEVICE.type == "cpu":
+    _speed_the_interpreter_up()
 
 
 class Moment:

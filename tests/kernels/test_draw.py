@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.kernels.device import DEVICE, NAN, normal, permutation
+from tests.strength import is_long
 from weft import SamplingParams
 from weft.engine.executor import SlotSetup
 from weft.engine.sampling import Sampler, hashed_uniform
@@ -17,6 +18,7 @@ from weft.kernels.truncate import ROUNDS, SLACK, Cuts, truncate
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 
 ALL = 2**31 - 1  # top_k that leaves everything
+THOROUGH = DEVICE.type == "cuda" or is_long()  # the interpreter takes a hundred times as long
 
 
 def test_draw(dtype: torch.dtype) -> None:
@@ -79,19 +81,20 @@ def test_what_is_truncated_is_what_the_cpu_truncates(dtype: torch.dtype, vocab: 
     logits = normal(dtype, rows, vocab) * 3
     logits = (logits / step).round() * step if step else logits
     logits[5], logits[6, vocab // 2 :] = 1.0, -torch.inf
-    logits[7 : rows // 2, permutation(vocab)[:30]] += 12  # as a model: few that are likely
+    logits[7 : 7 + rows // 4, permutation(vocab)[:30]] += 12  # as a model: few that are likely
     kinds = {
         "top_k": [0, 1, 2, 20, vocab - 1, vocab + 1],
         "top_p": [1, 1e-13, 0.3141, 0.9077, 0.99913],
         "min_p": [0, 0.02, 0.5, 1],
     }
-    for names in (["top_k"], ["top_p"], ["min_p"], list(kinds)):
+    asked = (["top_k"], ["top_p"], ["min_p"], list(kinds))
+    for batch in range(len(asked) if THOROUGH else 1):  # every row asks for something else, in another order
         params = [
             SamplingParams(
                 temperature=float(generator.choice([0, 0.2, 1, 3])),
-                **{name: kinds[name][generator.integers(len(kinds[name]))] for name in names},
+                **{name: kinds[name][generator.integers(len(kinds[name]))] for name in asked[(row + batch) % 4]},
             )
-            for _ in range(rows)
+            for row in range(rows)
         ]
         sampler = Sampler(rows, vocab, torch.device("cpu"))
         nothing = np.empty(0, np.int32)
@@ -131,7 +134,7 @@ def test_who_asks_for_nothing_gets_what_it_would_get_alone(dtype: torch.dtype) -
 @pytest.mark.parametrize("vocab", [37, 5000] if DEVICE.type == "cuda" else [37, 130])
 def test_borders(dtype: torch.dtype, vocab: int) -> None:
     """Distributions of many kinds, and few logits a tile, so that borders lie in every place of one."""
-    generator, tile, rows = np.random.default_rng(vocab), 32, 1000 if DEVICE.type == "cuda" else 36
+    generator, tile, rows = np.random.default_rng(vocab), 32, 1000 if DEVICE.type == "cuda" else 36 if THOROUGH else 15
     logits = normal(dtype, rows, vocab) * torch.from_numpy(generator.choice([0.1, 1, 3, 20], (rows, 1))).to(DEVICE)
     logits[::3] = (logits[::3] * 2).round() / 2  # many are equal
     logits[::7, vocab // 3 :] = -torch.inf
