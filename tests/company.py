@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.strength import QUICK_PART, is_long
 from weft.core import Coefficients, CostModel, Policy, State, chunked, slo
 from weft.engine.loop import Loop
-from weft.engine.stream import Standing, Stream
+from weft.engine.stream import SchedulingParams, Stream
 
 BLOCK = 4
 TOY_COST = Coefficients(fixed=0.1, weights=0.2, token=0.05, pair=0.001, slice=0.01, decode=0.01, context=0.001)
@@ -23,7 +23,7 @@ class Arrival:
     turn: int  # of the loop, before which it arrives
     prompt: tuple[int, ...]
     max_tokens: int
-    standing: Standing
+    scheduling: SchedulingParams
     salt: str
     seed: int | None  # None: greedy
     life: int | None  # turns until it is aborted
@@ -59,8 +59,8 @@ _arrivals = st.builds(
     turn=st.integers(0, 8),
     prompt=_prompts,
     max_tokens=st.integers(1, 24),
-    standing=st.builds(
-        Standing,
+    scheduling=st.builds(
+        SchedulingParams,
         priority=st.integers(0, 1),
         tenant=st.sampled_from(["", "", "a", "b"]),
         batch=st.sampled_from([False, False, True]),

@@ -18,7 +18,7 @@ from weft.engine.executor import DeviceMemory, Executor, ExecutorFacts, StepInpu
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
-from weft.engine.stream import Standing, Stream
+from weft.engine.stream import SchedulingParams, Stream
 from weft.engine.structured import Form, RequestGrammar
 from weft.kv.spec import KVLayout, KVSpec
 
@@ -232,7 +232,7 @@ def toy_stream(
     salt: str = "",
     sibling: bool = False,
     matcher: ToyMatcher | None = None,
-    **standing: Any,
+    **scheduling: Any,
 ) -> Stream:
     return Stream.open(
         name,
@@ -244,7 +244,7 @@ def toy_stream(
         root=root_hash(salt),
         hashes=prompt_hashes(root_hash(salt), np.array(prompt, np.int32), block_size),
         arrival=arrival,
-        standing=Standing(**standing),
+        scheduling=SchedulingParams(**scheduling),
         sibling=sibling,
         grammar=None if matcher is None else RequestGrammar(ToyForm(matcher)),
     )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.engine.build import build_engine
-from weft.engine.engine import Wishes
+from weft.engine.engine import RequestOptions
 from weft.engine.executor import TokenLogprobs
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
@@ -150,11 +150,17 @@ class LLM:
         """
         every = _as_batch(prompts)
         params = _as_params(self.default_params if sampling_params is None else sampling_params, len(every))
-        wishes = Wishes(priority, tenant, 0, batch, gap_target_ms, ttft_target_ms)
+        options = RequestOptions(
+            priority=priority,
+            tenant=tenant,
+            batch=batch,
+            gap_target_ms=gap_target_ms,
+            ttft_target_ms=ttft_target_ms,
+        )
         groups = []
         for number, (prompt, own) in enumerate(zip(every, params, strict=True)):
             try:
-                groups.append(self._open(prompt, own, wishes, cache_salt))
+                groups.append(self._open(prompt, own, options, cache_salt))
             except RequestError as error:
                 raise PromptError(number, str(error)) from None
         self._run([reader for group in groups for reader in group], progress)
@@ -184,7 +190,7 @@ class LLM:
         readers: list[_Reader] = []
         for number, prompt in enumerate(every):
             try:
-                readers += self._open(prompt, params, Wishes(batch=True), "")  # no promise, so no refusal
+                readers += self._open(prompt, params, RequestOptions(batch=True), "")  # no promise, so no refusal
             except RequestError as error:
                 raise PromptError(number, str(error)) from None
         self._run(readers, progress)
@@ -233,8 +239,14 @@ class LLM:
         params = sampling_params or self.default_params
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one completion; open several, or use generate")
-        wishes = Wishes(priority, tenant, 0, batch, gap_target_ms, ttft_target_ms)
-        (reader,) = self._open(prompt, params, wishes, cache_salt)
+        options = RequestOptions(
+            priority=priority,
+            tenant=tenant,
+            batch=batch,
+            gap_target_ms=gap_target_ms,
+            ttft_target_ms=ttft_target_ms,
+        )
+        (reader,) = self._open(prompt, params, options, cache_salt)
         return self._follow(reader)
 
     def close(self) -> None:
@@ -282,11 +294,11 @@ class LLM:
         finally:
             self._forget(readers)
 
-    def _open(self, prompt: Prompt, params: SamplingParams, wishes: Wishes, salt: str) -> list["_Reader"]:
+    def _open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions, salt: str) -> list["_Reader"]:
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need text, but the model directory has no tokenizer: use stop_token_ids")
         ids = self._tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
-        streams = self.engine.open_streams(ids, params, wishes=wishes, salt=salt)
+        streams = self.engine.open_streams(ids, params, options=options, salt=salt)
         return [_Reader(stream, self.tokenizer) for stream in streams]
 
     def _tokenizer(self) -> Tokenizer:

@@ -27,7 +27,7 @@ def open_stream(name: str, arrival: Arrival, now: float) -> Stream:
         arrival.max_tokens,
         block_size=BLOCK,
         arrival=now,
-        **arrival.standing._asdict(),
+        **arrival.scheduling._asdict(),
         salt=arrival.salt,
         matcher=ToyMatcher() if is_constrained(arrival) else None,
     )

@@ -26,7 +26,7 @@ from weft.engine.cpu_executor import CpuExecutor
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams, StructuredOutputs
-from weft.engine.stream import Standing, Stream
+from weft.engine.stream import SchedulingParams, Stream
 from weft.engine.structured import Grammars, RequestGrammar
 from weft.kv.spec import KVSpec
 from weft.models import CausalLM, Dtypes, load_config, load_model
@@ -68,7 +68,7 @@ def open_stream(name: str, arrival: Arrival, now: float, grammar: RequestGrammar
         root=root_hash(arrival.salt),
         hashes=prompt_hashes(root_hash(arrival.salt), np.array(arrival.prompt, np.int32), BLOCK),
         arrival=now,
-        standing=arrival.standing,
+        scheduling=arrival.scheduling,
         grammar=grammar,
     )
 
@@ -100,7 +100,7 @@ def test_company_never_changes_tokens(model: CausalLM, path: Path) -> None:
 
     @cache
     def alone(prompt: tuple[int, ...], max_tokens: int, seed: int | None) -> list[int]:
-        arrival = Arrival(0, prompt, max_tokens, Standing(), "", seed, None)
+        arrival = Arrival(0, prompt, max_tokens, SchedulingParams(), "", seed, None)
         loop = torch_loop(model, Case((arrival,), depth=0, budget=64, seqs=1, spare=0, caching=False, by_slack=False))
         stream = opened("alone", arrival, 0.0)
         loop.add(stream)

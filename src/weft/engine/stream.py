@@ -15,8 +15,11 @@ from weft.engine.params import SamplingParams
 from weft.engine.structured import RequestGrammar
 
 
-class Standing(NamedTuple):
-    """Scheduling class of a request, and its latency targets in seconds."""
+class SchedulingParams(NamedTuple):
+    """What a request gets from the scheduler: its class, and its latency targets in seconds.
+
+    The fields are passed to the core `Request`, which has the same ones.
+    """
 
     priority: int = 0  # lower goes first
     tenant: str = ""  # tenants share the engine fairly, counted in tokens
@@ -54,7 +57,7 @@ class Stream:
         root: bytes,
         hashes: Sequence[bytes],
         arrival: float,
-        standing: Standing | None = None,
+        scheduling: SchedulingParams | None = None,
         grammar: RequestGrammar | None = None,
         sibling: bool = False,
     ) -> "Stream":
@@ -64,7 +67,7 @@ class Stream:
             max_tokens=max_tokens,
             arrival=arrival,
             sibling=sibling,
-            **(standing or Standing())._asdict(),
+            **(scheduling or SchedulingParams())._asdict(),
             # Cached blocks have no hidden states, which prompt log probabilities and mean pooling need.
             reuse_prefix=params.prompt_logprobs is None and params.pooling != "mean",
             constrained=grammar is not None,

@@ -76,7 +76,7 @@ def measure(
     receives the prefilled tokens of the long prompts.
     """
     scheduler = engine.loop.scheduler
-    own, listener, promises = scheduler.policy, engine.loop.on_record, engine.promises
+    own, listener, calibrated_targets = scheduler.policy, engine.loop.on_record, engine.calibrated_targets
     scheduler.policy = _policy(policy, engine)
     scene = _Scene(engine, scenario, np.random.default_rng(seed + 1))
     try:
@@ -84,8 +84,10 @@ def measure(
             scene.open_streams()
             target = TARGET * float(np.median(scene.quiet_gaps()))
             scene.clear()
-        if policy == "slo" and promises is not None:
-            engine.promises = replace(promises, targets=replace(promises.targets, gap=target))
+        if policy == "slo" and calibrated_targets is not None:
+            engine.calibrated_targets = replace(
+                calibrated_targets, targets=replace(calibrated_targets.targets, gap=target)
+            )
         scene.open_streams()
         quiet = scene.quiet_gaps()
         beside = scene.gaps_beside(progress)
@@ -93,7 +95,7 @@ def measure(
     finally:
         scene.clear()
         engine.loop.on_record = listener
-        engine.promises = promises
+        engine.calibrated_targets = calibrated_targets
         scheduler.policy = own
 
 

@@ -13,7 +13,7 @@ from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
 from weft.engine.simulated import SimulatedExecutor, VirtualClock
-from weft.engine.stream import Standing, Stream
+from weft.engine.stream import SchedulingParams, Stream
 from weft.sim.profiles import load_profile
 
 BLOCK = 16
@@ -178,5 +178,5 @@ def _stream(rng: random.Random, number: int, stagger: bool) -> Stream:
         root=root,
         hashes=prompt_hashes(root, prompt, BLOCK),
         arrival=0.0,
-        standing=Standing(ttft_target=3600.0, gap_target=3600.0),
+        scheduling=SchedulingParams(ttft_target=3600.0, gap_target=3600.0),
     )

@@ -93,12 +93,12 @@ def main() -> int:
 
 
 def engine_info_of(engine: Engine, options: dict[str, Any]) -> EngineInfo:
-    scheduler, promises = engine.loop.scheduler, engine.promises
-    targets = Targets() if promises is None else promises.targets
+    scheduler, calibrated_targets = engine.loop.scheduler, engine.calibrated_targets
+    targets = Targets() if calibrated_targets is None else calibrated_targets.targets
     executor = engine.loop.executor.facts
     profile = None
-    if promises is not None:
-        profile = profile_of(engine, promises.calibration, options["max_num_batched_tokens"])
+    if calibrated_targets is not None:
+        profile = profile_of(engine, calibrated_targets.calibration, options["max_num_batched_tokens"])
     return EngineInfo(
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
@@ -115,7 +115,7 @@ def engine_info_of(engine: Engine, options: dict[str, Any]) -> EngineInfo:
         ttft_target=_finite(targets.ttft),
         ttft_target_per_1k=targets.ttft_per_1k,
         ttft_source=targets.ttft_source,
-        calibration_quality="" if promises is None else promises.calibration.quality,
+        calibration_quality="" if calibrated_targets is None else calibrated_targets.calibration.quality,
         profile=profile,
         hidden_size=engine.hidden_size,
         block_space=engine.block_space.hex(),
@@ -200,7 +200,7 @@ class EngineServer:
         prompt: Any = np.frombuffer(message.prompt, np.int32)
 
         def work() -> list[Stream]:
-            return self.engine.open_streams(prompt, message.params, wishes=message.wishes, salt=message.salt)
+            return self.engine.open_streams(prompt, message.params, options=message.options, salt=message.salt)
 
         if message.params.structured_outputs is not None:
             self._opening[message] = self._compiling.submit(work)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from weft.core import Source, Targets
-from weft.engine.engine import Wishes
+from weft.engine.engine import RequestOptions
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
 from weft.observe.engine_metrics import EngineStep
@@ -39,7 +39,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, eq=False):
     key: int
     prompt: bytes  # token ids, int32
     params: SamplingParams
-    wishes: Wishes
+    options: RequestOptions
     salt: str
     arrival: float
 
