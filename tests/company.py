@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.strength import QUICK_PART, is_long
 from weft.core import Coefficients, CostModel, Policy, State, chunked, slo
 from weft.engine.loop import Loop
-from weft.engine.stream import SchedulingParams, Stream
+from weft.engine.sequence import SchedulingParams, Sequence
 
 BLOCK = 4
 TOY_COST = Coefficients(fixed=0.1, weights=0.2, token=0.05, pair=0.001, slice=0.01, decode=0.01, context=0.001)
@@ -86,12 +86,12 @@ cases = st.builds(
 def play(
     case: Case,
     loop: Loop,
-    open_stream: Callable[[str, Arrival, float], Stream],
+    open_stream: Callable[[str, Arrival, float], Sequence],
     solo: Callable[[Arrival], list[int]],
     seen: Counter[str],
 ) -> None:
     """Plays a case to its end, compares every request with its solo run, and counts in `seen` what happened."""
-    streams: list[tuple[Stream, Arrival]] = []
+    streams: list[tuple[Sequence, Arrival]] = []
     turn = 0
     while loop.has_work or len(streams) < len(case.arrivals):
         for number, arrival in enumerate(case.arrivals):
@@ -115,7 +115,7 @@ def play(
         seen["preemptions"] += stream.request.preemptions
         seen["prefix hits"] += stream.request.cached_tokens > 0
     assert loop.scheduler.kv.pool.num_free == loop.scheduler.kv.pool.num_blocks, "blocks were lost"
-    assert not loop.streams
+    assert not loop.sequences
 
 
 RARE = ("preemptions", "prefix hits", "mid-prefill aborts", "aborts with a step in flight")
@@ -141,7 +141,7 @@ def assert_it_really_happened(seen: Counter[str]) -> None:
         assert seen[what] >= 5, f"only {seen[what]} {what} over all examples"
 
 
-def _abort(loop: Loop, stream: Stream, seen: Counter[str]) -> None:
+def _abort(loop: Loop, stream: Sequence, seen: Counter[str]) -> None:
     slot = stream.request.slot
     if stream.request.state is State.RUNNING:
         slots = loop.scheduler.slots

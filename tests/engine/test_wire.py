@@ -16,7 +16,7 @@ from tests.strength import examples
 from weft.core import BlockUpdates, StepBatch, StepShape
 from weft.engine import wire
 from weft.engine.executor import Executor, StepInputs, StepMasks, StepResult
-from weft.engine.stream import SchedulingParams, Stream
+from weft.engine.sequence import SchedulingParams, Sequence
 from weft.engine.structured import Grammars
 from weft.models import CausalLM, Dtypes, load_config, load_model
 
@@ -70,7 +70,7 @@ def test_steps_that_went_through_bytes_give_the_same_tokens(model: CausalLM, pat
     seen: Counter[str] = Counter()
     grammars = Grammars(path, model.config.vocab_size, ENDS)
 
-    def opened(name: str, arrival: Arrival, now: float) -> Stream:
+    def opened(name: str, arrival: Arrival, now: float) -> Sequence:
         wish = WISHES[arrival.seed].structured_outputs
         return open_stream(name, arrival, now, None if wish is None else grammars.compile(wish)[0])
 

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.options import check_milliseconds
 from weft.engine.params import SamplingParams
-from weft.engine.stream import SchedulingParams, Stream
+from weft.engine.sequence import SchedulingParams, Sequence
 from weft.engine.structured import Grammars, RequestGrammar
 from weft.errors import EMPTY_PROMPT, OptionError, RequestError
 
@@ -40,7 +40,7 @@ class CalibratedTargets:
 
 
 class Engine:
-    """Checks requests and opens their streams. The loop runs them."""
+    """Checks requests and opens their sequences. The loop runs them."""
 
     def __init__(
         self,
@@ -66,10 +66,15 @@ class Engine:
         self._random = random.Random(seed)
         self._numbers = itertools.count()
 
-    def open_streams(
-        self, prompt: Sequence[int], params: SamplingParams, *, options: RequestOptions | None = None, salt: str = ""
-    ) -> list[Stream]:
-        """Checks a request and returns its `params.n` streams. Nothing runs before `loop.add`.
+    def create_sequences(
+        self,
+        prompt: abc.Sequence[int],
+        params: SamplingParams,
+        *,
+        options: RequestOptions | None = None,
+        salt: str = "",
+    ) -> list[Sequence]:
+        """Checks a request and returns its `params.n` sequences. Nothing runs before `loop.add`.
 
         A new structure is tried out here, which takes milliseconds. `grammars.check` can do that in advance, on another
         thread.
@@ -84,14 +89,14 @@ class Engine:
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         root = root_hash(salt, self.block_space)
         hashes = prompt_hashes(root, tokens, self.loop.scheduler.block_size)
-        # Only the first stream reports prompt log probabilities, so the others can use the prefix cache.
+        # Only the first sequence reports prompt log probabilities, so the others can use the prefix cache.
         silent = replace(params, prompt_logprobs=None)
         return [
-            Stream.open(
+            Sequence.create(
                 f"{number:08d}-{index}",
                 tokens,
                 silent if index else params,
-                seed=seed + index * 0x9E3779B97F4A7C15,  # independent noise for each of the n streams
+                seed=seed + index * 0x9E3779B97F4A7C15,  # independent noise for each of the n sequences
                 max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
                 eos_ids=self.eos_ids,
                 root=root,
@@ -145,7 +150,7 @@ class Engine:
             gap_wish=promise.gap_wish,
         )
 
-    def _grammars(self, params: SamplingParams) -> Sequence[RequestGrammar | None]:
+    def _grammars(self, params: SamplingParams) -> abc.Sequence[RequestGrammar | None]:
         """One grammar (or None) for each of the n completions."""
         if params.structured_outputs is None:
             return [None] * params.n
@@ -153,8 +158,8 @@ class Engine:
             raise RequestError("structured_outputs: this engine has no tokens to spell it with; leave it out")
         return self.grammars.compile(params.structured_outputs, params.n)
 
-    def _checked(self, prompt: Sequence[int]) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
-        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, str | bytes):
+    def _checked(self, prompt: abc.Sequence[int]) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
+        if not isinstance(prompt, abc.Sequence | np.ndarray) or isinstance(prompt, str | bytes):
             raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r}")
         if len(prompt) == 0:
             raise RequestError(EMPTY_PROMPT)

@@ -19,7 +19,7 @@ Bytes = NDArray[np.uint8]
 
 
 class SlotSetup(NamedTuple):
-    """What an executor must know about a request that takes a slot."""
+    """What an executor must know about a request that gets a slot: for the first time, or after a preemption."""
 
     slot: int
     params: SamplingParams
@@ -30,17 +30,17 @@ class SlotSetup(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """The token values for a batch. Decode rows have none: their input is the last sampled token, on the device."""
+    """The token ids for a batch. Decode rows have none: their input is the last sampled token, on the device."""
 
     prefill_tokens: NDArray[np.int32]  # of the batch's prefill rows, concatenated
-    setups: list[SlotSetup]
+    setups: list[SlotSetup]  # of requests that got a slot since the batch before
 
 
 class StepMasks(NamedTuple):
     """Tokens that grammars allow in a step. Not part of StepInputs, as they depend on the last sampled tokens."""
 
-    places: NDArray[np.int64]  # indices into the rows of the step that sample
-    bits: NDArray[np.int32]  # [places, words], one bit per token, lowest bit first
+    rows: NDArray[np.int64]  # which of the step's sampled rows have a mask
+    bits: NDArray[np.int32]  # [rows, words], one bit per token, lowest bit first
 
 
 class TokenLogprobs(NamedTuple):

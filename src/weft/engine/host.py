@@ -15,8 +15,8 @@ from weft.core.shape import decodes_alone
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
+from weft.engine.sequence import Sequence
 from weft.engine.simulated import SimulatedExecutor, VirtualClock
-from weft.engine.stream import Stream
 
 FEW, MANY = 16, 128  # rows
 STEPS = 60
@@ -114,10 +114,10 @@ def _usual(seconds: list[float]) -> float:
     return float(np.percentile(seconds, 20))
 
 
-def _stream(number: int, max_tokens: int, prompt_tokens: int = BLOCK) -> Stream:
+def _stream(number: int, max_tokens: int, prompt_tokens: int = BLOCK) -> Sequence:
     prompt = np.full(prompt_tokens, number % 1000, np.int32)
     root = root_hash()
-    return Stream.open(
+    return Sequence.create(
         f"{number:09d}",
         prompt,
         SamplingParams(max_tokens=max_tokens),

@@ -190,7 +190,7 @@ class Sampler:
         if len(penalised):
             self._history.penalise(logits, penalised, slots[penalised], self.penalties[slots[penalised]])
         if masks is not None:
-            index = upload(masks.places, self.device)
+            index = upload(masks.rows, self.device)
             allowed = _unpack(upload(masks.bits.view(np.uint8), self.device))[:, : self.vocab_size]
             logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
         return logits

@@ -1,6 +1,6 @@
 """Messages between the API process and the engine process: msgspec structs as MessagePack, one per ZeroMQ frame.
 
-A *sequence* is one completion of one prompt; in the engine process it is a `Stream`. A *key* identifies a sequence for
+A *sequence* is one completion of one prompt; a `Sequence` in the engine process. A *key* identifies a sequence for
 the lifetime of an engine process. The API process assigns the keys. Times are seconds on the machine's monotonic clock,
 which both processes share.
 """
