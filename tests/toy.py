@@ -111,16 +111,16 @@ class ToyExecutor:
         self.facts = ExecutorFacts("toy", "virtual", layout, VOCAB, "int64")
         self.slots = slots
         self.pending: deque[Lazy] = deque()
-        self.allocate(KVSpec(layout, num_blocks))
+        self.allocate_kv_cache(KVSpec(layout, num_blocks))
         self.last_token = np.zeros(slots, np.int64)
         self.lengths = np.zeros(slots, np.int64)  # tokens that are computed
         self.steps = 0
         self.computed = 0
 
-    def measure(self) -> DeviceMemory:
+    def measure_memory(self) -> DeviceMemory:
         return DeviceMemory(total=1 << 30, free=1 << 30, reserved=0)
 
-    def allocate(self, spec: KVSpec) -> None:
+    def allocate_kv_cache(self, spec: KVSpec) -> None:
         self.cache = np.full(spec.num_blocks * self.block_size, -1, np.int64)  # state after the token at this place
         self.tables = np.zeros((self.slots, spec.num_blocks), np.int64)
 
@@ -139,7 +139,7 @@ class ToyExecutor:
 
         return Lazy(self.pending, write)
 
-    def fill(self) -> None:
+    def fill_kv_cache_with_noise(self) -> None:
         self.cache[:] = np.arange(len(self.cache))
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ def torch_loop(model: CausalLM, case: Case) -> Loop:
         enable_prefix_caching=case.caching,
     )
     executor = CpuExecutor(model, block_size=BLOCK, slots=scheduler.slots.size, max_model_len=128, device=CPU)
-    executor.allocate(KVSpec(executor.facts.layout, case.num_blocks))
+    executor.allocate_kv_cache(KVSpec(executor.facts.layout, case.num_blocks))
     return Loop(scheduler, executor, depth=case.depth)
 
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from weft.core import CostModel, Policy, Scheduler, Source, Targets, chunked, monolithic, slo
 from weft.core.cost import MOST_SPREAD
 from weft.core.slots import Slots
-from weft.engine.calibrate import calibrate
 from weft.engine.calibration import Calibration, calibration_file, load_calibration, save_calibration
-from weft.engine.cpu import prepare_cpu
+from weft.engine.cpu_features import prepare_cpu
 from weft.engine.engine import CalibratedTargets, Engine
 from weft.engine.executor import DeviceMemory, Executor, ExecutorFacts
 from weft.engine.fingerprint import block_space
-from weft.engine.host import SubmitTimes, measure_host
 from weft.engine.loop import Loop
+from weft.engine.measure_host_cost import SubmitTimes, measure_host_cost
 from weft.engine.options import EngineOptions
+from weft.engine.run_calibration import calibrate
 from weft.engine.structured import Grammars
 from weft.errors import EngineError, OptionError
 from weft.kv.spec import KVSpec
@@ -129,12 +129,12 @@ def _prepare(options: EngineOptions, executor: Executor, longest: int, done: Cal
     """Takes an executor to its first step. Returns the number of blocks of its KV cache."""
     facts = executor.facts
     is_gpu = facts.device_type == "cuda"
-    memory = executor.measure()
+    memory = executor.measure_memory()
     if is_gpu:
         done("largest steps")
     num_blocks = _num_blocks(facts, _kv_memory(options, facts.device_type, memory))
     _fit_context(options, longest, num_blocks)
-    executor.allocate(KVSpec(facts.layout, num_blocks))
+    executor.allocate_kv_cache(KVSpec(facts.layout, num_blocks))
     done("KV cache")
     with work_progress("capturing graphs", 1000, is_gpu and sys.stderr.isatty()) as advance:
         executor.warm_up(lambda ready, of: advance(1000 * ready // of))
@@ -216,7 +216,7 @@ def _policy(options: EngineOptions, calibrated_targets: CalibratedTargets | None
     if calibrated_targets is None:  # slo too: without targets it has nothing to size a step by
         return chunked(options.max_num_batched_tokens)
     found = calibrated_targets.calibration
-    host = measure_host(
+    host = measure_host_cost(
         found.coefficients, SubmitTimes(found.submit, found.submit_prefill), found.wake, is_served=is_served
     )
     cost = CostModel(found.coefficients, found.mean, min(found.spread, MOST_SPREAD), host=host)

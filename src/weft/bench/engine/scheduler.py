@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.core import CostModel, Outcome, Policy, Request, Scheduler, Source, chunked, slo
-from weft.engine.collector import Collector
+from weft.engine.garbage_collection import GarbageCollection
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
@@ -80,7 +80,7 @@ def measure_burst(newcomers: int = 1000, running: int = 256) -> Burst:
 
     A first burst, which is not counted, is the warm-up. Garbage collection is limited as in a server.
     """
-    collector = Collector()
+    garbage_collection = GarbageCollection()
     scheduler = Scheduler(
         policy=_policy("slo", PROFILE.max_num_batched_tokens),
         num_blocks=PROFILE.kv_tokens // BLOCK,
@@ -93,7 +93,7 @@ def measure_burst(newcomers: int = 1000, running: int = 256) -> Burst:
         scheduler.add(_request(f"running {number:04d}", 0.0, output=50_000, ttft=3600.0))
     while scheduler.num_waiting:
         clock.step()
-    collector.freeze()
+    garbage_collection.freeze()
     try:
         for name in ("first", "second"):
             clock.longest, began, refused = 0.0, clock.now, clock.refused
@@ -107,7 +107,7 @@ def measure_burst(newcomers: int = 1000, running: int = 256) -> Burst:
             while len(scheduler.running) > running or scheduler.num_waiting:
                 clock.step()
     finally:
-        collector.thaw()
+        garbage_collection.thaw()
     return Burst(newcomers, running, longest * 1e3, screened, refused)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.engine.build import build_engine
-from weft.engine.collector import Collector
-from weft.engine.cpu import prepare_cpu
+from weft.engine.cpu_features import prepare_cpu
 from weft.engine.engine import Engine
+from weft.engine.garbage_collection import GarbageCollection
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.errors import EngineError, OptionError
@@ -80,7 +80,7 @@ class WarmEngine:
 
     @property
     def device_name(self) -> str:
-        from weft.engine.device import device_name
+        from weft.engine.executor_facts import device_name
 
         return device_name(self.device)
 
@@ -130,14 +130,14 @@ def closing_engine(
     options: EngineOptions, path: Path, done: Callable[[str], None] = lambda part: None
 ) -> Iterator[Engine]:
     engine = build_engine(options, path, done=done)
-    collector = Collector()
-    collector.freeze()
+    garbage_collection = GarbageCollection()
+    garbage_collection.freeze()
     try:
         yield engine
     finally:
         clear(engine)
         engine.loop.close()
-        collector.thaw()
+        garbage_collection.thaw()
 
 
 def clear(engine: Engine) -> None:

@@ -22,12 +22,12 @@ import zmq
 
 from weft.core import StepRecord, Targets
 from weft.engine.build import build_engine
-from weft.engine.collector import Collector
 from weft.engine.engine import Engine
+from weft.engine.garbage_collection import GarbageCollection
 from weft.engine.options import EngineOptions
-from weft.engine.profile import profile_of
 from weft.engine.sequence import Sequence
 from weft.engine.sequence_table import TokenEvent
+from weft.engine.simulator_profile import profile_of
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.observe.engine_metrics import EngineStep
 from weft.observe.steps import StepLog
@@ -85,10 +85,10 @@ def main() -> int:
         socket.send(encode(EngineFailed(" ".join(str(error).split()))))
         socket.close()
         return 2
-    collector = Collector()
-    collector.freeze()
+    garbage_collection = GarbageCollection()
+    garbage_collection.freeze()
     socket.send(encode(EngineReady(engine_info_of(engine, config.options))))
-    EngineServer(engine, socket, collector, heartbeat, log).run()
+    EngineServer(engine, socket, garbage_collection, heartbeat, log).run()
     return 1
 
 
@@ -129,11 +129,11 @@ class EngineServer:
         self,
         engine: Engine,
         socket: "zmq.Socket[bytes]",
-        collector: Collector,
+        garbage_collection: GarbageCollection,
         heartbeat: Heartbeat,
         log: StepLog | None = None,
     ) -> None:
-        self.collector, self.heartbeat, self.log = collector, heartbeat, log
+        self.garbage_collection, self.heartbeat, self.log = garbage_collection, heartbeat, log
         self.errors = LogRateLimit()
         self.engine, self.loop, self.socket = engine, engine.loop, socket
         self.loop.on_record = self._keep_record
@@ -152,7 +152,7 @@ class EngineServer:
         while self._failures < MOST_FAILURES:
             self.heartbeat.count_iteration(busy=self.loop.has_work)
             if not self.loop.has_work and not self._opening:
-                self.collector.idle()
+                self.garbage_collection.collect_when_idle()
             self._receive(0 if self.loop.has_work else SOON if self._opening else IDLE)
             for message in [message for message, opening in self._opening.items() if opening.done()]:
                 self._add(message, self._opening.pop(message).result)
