@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.strength import QUICK_PART, is_long
 from weft.core import Coefficients, CostModel, Policy, State, chunked, slo
 from weft.engine.loop import Loop
-from weft.engine.stream import Standing, Stream
+from weft.engine.sequence import SchedulingParams, Sequence
 
 BLOCK = 4
 TOY_COST = Coefficients(fixed=0.1, weights=0.2, token=0.05, pair=0.001, slice=0.01, decode=0.01, context=0.001)
@@ -23,7 +23,7 @@ class Arrival:
     turn: int  # of the loop, before which it arrives
     prompt: tuple[int, ...]
     max_tokens: int
-    standing: Standing
+    scheduling: SchedulingParams
     salt: str
     seed: int | None  # None: greedy
     life: int | None  # turns until it is aborted
@@ -59,8 +59,8 @@ _arrivals = st.builds(
     turn=st.integers(0, 8),
     prompt=_prompts,
     max_tokens=st.integers(1, 24),
-    standing=st.builds(
-        Standing,
+    scheduling=st.builds(
+        SchedulingParams,
         priority=st.integers(0, 1),
         tenant=st.sampled_from(["", "", "a", "b"]),
         batch=st.sampled_from([False, False, True]),
@@ -86,12 +86,12 @@ cases = st.builds(
 def play(
     case: Case,
     loop: Loop,
-    open_stream: Callable[[str, Arrival, float], Stream],
+    open_stream: Callable[[str, Arrival, float], Sequence],
     solo: Callable[[Arrival], list[int]],
     seen: Counter[str],
 ) -> None:
     """Plays a case to its end, compares every request with its solo run, and counts in `seen` what happened."""
-    streams: list[tuple[Stream, Arrival]] = []
+    streams: list[tuple[Sequence, Arrival]] = []
     turn = 0
     while loop.has_work or len(streams) < len(case.arrivals):
         for number, arrival in enumerate(case.arrivals):
@@ -115,7 +115,7 @@ def play(
         seen["preemptions"] += stream.request.preemptions
         seen["prefix hits"] += stream.request.cached_tokens > 0
     assert loop.scheduler.kv.pool.num_free == loop.scheduler.kv.pool.num_blocks, "blocks were lost"
-    assert not loop.streams
+    assert not loop.sequences
 
 
 RARE = ("preemptions", "prefix hits", "mid-prefill aborts", "aborts with a step in flight")
@@ -141,7 +141,7 @@ def assert_it_really_happened(seen: Counter[str]) -> None:
         assert seen[what] >= 5, f"only {seen[what]} {what} over all examples"
 
 
-def _abort(loop: Loop, stream: Stream, seen: Counter[str]) -> None:
+def _abort(loop: Loop, stream: Sequence, seen: Counter[str]) -> None:
     slot = stream.request.slot
     if stream.request.state is State.RUNNING:
         slots = loop.scheduler.slots

@@ -7,7 +7,7 @@ import signal
 
 from hypothesis import settings
 
-from weft.engine.cpu import prepare_cpu
+from weft.engine.cpu_features import prepare_cpu
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 prepare_cpu()

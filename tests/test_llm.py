@@ -26,11 +26,11 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(llm: LLM) -> Iterator[None]:
     yield
-    llm.engine.loop.drain()
+    llm.engine.loop.discard_in_flight()
     scheduler = llm.engine.loop.scheduler
     scheduler.check_integrity()
     assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
-    assert not llm.engine.loop.streams
+    assert not llm.engine.loop.sequences
 
 
 def generate(llm: LLM, prompt: str | list[int], **params: Any) -> weft.Generation:

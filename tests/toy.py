@@ -4,8 +4,8 @@ grammar hashes as well: a mask of another position, or of another request, gives
 """
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from weft.engine.executor import DeviceMemory, Executor, ExecutorFacts, StepInpu
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
-from weft.engine.stream import Standing, Stream
+from weft.engine.sequence import SchedulingParams, Sequence
 from weft.engine.structured import Form, RequestGrammar
 from weft.kv.spec import KVLayout, KVSpec
 
@@ -30,7 +30,7 @@ def advance(state: int, token: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{state}:{token}".encode(), digest_size=6).digest(), "big")
 
 
-def solo(prompt: Sequence[int], max_tokens: int, *, constrained: bool = False) -> list[int]:
+def solo(prompt: abc.Sequence[int], max_tokens: int, *, constrained: bool = False) -> list[int]:
     """What a request must generate, whoever it shares the engine with."""
     state, matcher = 0, ToyMatcher()
     for token in prompt:
@@ -111,16 +111,16 @@ class ToyExecutor:
         self.facts = ExecutorFacts("toy", "virtual", layout, VOCAB, "int64")
         self.slots = slots
         self.pending: deque[Lazy] = deque()
-        self.allocate(KVSpec(layout, num_blocks))
+        self.allocate_kv_cache(KVSpec(layout, num_blocks))
         self.last_token = np.zeros(slots, np.int64)
         self.lengths = np.zeros(slots, np.int64)  # tokens that are computed
         self.steps = 0
         self.computed = 0
 
-    def measure(self) -> DeviceMemory:
+    def measure_memory(self) -> DeviceMemory:
         return DeviceMemory(total=1 << 30, free=1 << 30, reserved=0)
 
-    def allocate(self, spec: KVSpec) -> None:
+    def allocate_kv_cache(self, spec: KVSpec) -> None:
         self.cache = np.full(spec.num_blocks * self.block_size, -1, np.int64)  # state after the token at this place
         self.tables = np.zeros((self.slots, spec.num_blocks), np.int64)
 
@@ -130,16 +130,16 @@ class ToyExecutor:
     def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> Lazy:
         return Lazy(self.pending, lambda: self.run(batch, inputs, masks))
 
-    def read_blocks(self, blocks: Sequence[int]) -> Lazy:
+    def read_blocks(self, blocks: abc.Sequence[int]) -> Lazy:
         return Lazy(self.pending, lambda: self._blocks[list(blocks)].view(np.uint8))
 
-    def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> Lazy:
+    def write_blocks(self, blocks: abc.Sequence[int], data: NDArray[np.uint8]) -> Lazy:
         def write() -> None:
             self._blocks[list(blocks)] = np.ascontiguousarray(data).view(np.int64)
 
         return Lazy(self.pending, write)
 
-    def fill(self) -> None:
+    def fill_kv_cache_with_noise(self) -> None:
         self.cache[:] = np.arange(len(self.cache))
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ def toy_loop(
 
 def toy_stream(
     name: str,
-    prompt: Sequence[int],
+    prompt: abc.Sequence[int],
     max_tokens: int = 8,
     *,
     block_size: int = 4,
@@ -232,9 +232,9 @@ def toy_stream(
     salt: str = "",
     sibling: bool = False,
     matcher: ToyMatcher | None = None,
-    **standing: Any,
-) -> Stream:
-    return Stream.open(
+    **scheduling: Any,
+) -> Sequence:
+    return Sequence.create(
         name,
         np.array(prompt, np.int32),
         SamplingParams(temperature=0, max_tokens=max_tokens),
@@ -244,7 +244,7 @@ def toy_stream(
         root=root_hash(salt),
         hashes=prompt_hashes(root_hash(salt), np.array(prompt, np.int32), block_size),
         arrival=arrival,
-        standing=Standing(**standing),
+        scheduling=SchedulingParams(**scheduling),
         sibling=sibling,
         grammar=None if matcher is None else RequestGrammar(ToyForm(matcher)),
     )
@@ -255,4 +255,4 @@ def _unpacked(masks: StepMasks | None) -> dict[int, NDArray[np.bool_]]:
     if masks is None:
         return {}
     flags = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB].astype(np.bool_)
-    return dict(zip(masks.places.tolist(), flags, strict=True))
+    return dict(zip(masks.rows.tolist(), flags, strict=True))

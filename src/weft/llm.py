@@ -2,7 +2,8 @@
 
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.engine.build import build_engine
-from weft.engine.engine import Wishes
+from weft.engine.engine import RequestOptions
 from weft.engine.executor import TokenLogprobs
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.engine.pooling import check_dimensions, finished, pooling_of, pooling_params
-from weft.engine.stream import Stream
-from weft.engine.streams import TokenEvent
+from weft.engine.sequence import Sequence
+from weft.engine.sequence_table import TokenEvent
 from weft.errors import EngineError, ModelError, PromptError, RequestError
 from weft.files import read_json
 from weft.hub import resolve_model
@@ -27,7 +28,7 @@ from weft.text.output import TextStream
 from weft.text.tokenizer import Tokenizer
 
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
-Prompt = str | Sequence[int]
+Prompt = str | abc.Sequence[int]
 Message = Mapping[str, Any]
 
 
@@ -129,8 +130,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | abc.Sequence[Prompt],
+        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
         priority: int = 0,
@@ -150,11 +151,17 @@ class LLM:
         """
         every = _as_batch(prompts)
         params = _as_params(self.default_params if sampling_params is None else sampling_params, len(every))
-        wishes = Wishes(priority, tenant, 0, batch, gap_target_ms, ttft_target_ms)
+        options = RequestOptions(
+            priority=priority,
+            tenant=tenant,
+            batch=batch,
+            gap_target_ms=gap_target_ms,
+            ttft_target_ms=ttft_target_ms,
+        )
         groups = []
         for number, (prompt, own) in enumerate(zip(every, params, strict=True)):
             try:
-                groups.append(self._open(prompt, own, wishes, cache_salt))
+                groups.append(self._open(prompt, own, options, cache_salt))
             except RequestError as error:
                 raise PromptError(number, str(error)) from None
         self._run([reader for group in groups for reader in group], progress)
@@ -165,7 +172,7 @@ class LLM:
 
     def embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | abc.Sequence[Prompt],
         *,
         pooling: str | None = None,
         dimensions: int | None = None,
@@ -184,7 +191,7 @@ class LLM:
         readers: list[_Reader] = []
         for number, prompt in enumerate(every):
             try:
-                readers += self._open(prompt, params, Wishes(batch=True), "")  # no promise, so no refusal
+                readers += self._open(prompt, params, RequestOptions(batch=True), "")  # no promise, so no refusal
             except RequestError as error:
                 raise PromptError(number, str(error)) from None
         self._run(readers, progress)
@@ -192,26 +199,26 @@ class LLM:
         for reader in readers:
             assert reader.embedding is not None, "a request that pools ends with its embedding"
             vector = finished(reader.embedding, dimensions, normalize)
-            found.append(Embedding(reader.stream.prompt.tolist(), vector, reader.completion.metrics))
+            found.append(Embedding(reader.sequence.prompt.tolist(), vector, reader.completion.metrics))
         return found
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: abc.Sequence[Message] | abc.Sequence[abc.Sequence[Message]],
+        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
         **template_options: Any,
     ) -> list[Generation]:
         """Answers one conversation, or each of a list of conversations, in the model's chat format."""
-        several = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], list | tuple)
+        several = isinstance(messages, abc.Sequence) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations: Any = messages if several else [messages]
         prompts = [self.chat_prompt(conversation, **template_options) for conversation in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
 
-    def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+    def chat_prompt(self, messages: abc.Sequence[Message], **template_options: Any) -> list[int]:
         """Token ids of a conversation, ready for the model's next turn."""
-        good = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
+        good = isinstance(messages, abc.Sequence) and all(isinstance(message, Mapping) for message in messages)
         if not good:
             raise RequestError('messages must be a list of objects such as {"role": "user", "content": "Hello"}')
         text = self.chat_template.render([dict(message) for message in messages], **template_options)
@@ -233,15 +240,21 @@ class LLM:
         params = sampling_params or self.default_params
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one completion; open several, or use generate")
-        wishes = Wishes(priority, tenant, 0, batch, gap_target_ms, ttft_target_ms)
-        (reader,) = self._open(prompt, params, wishes, cache_salt)
+        options = RequestOptions(
+            priority=priority,
+            tenant=tenant,
+            batch=batch,
+            gap_target_ms=gap_target_ms,
+            ttft_target_ms=ttft_target_ms,
+        )
+        (reader,) = self._open(prompt, params, options, cache_salt)
         return self._follow(reader)
 
     def close(self) -> None:
         """Ends all running requests and releases the model. A `with` block does this by itself."""
         self._closed = True
         self._forget(list(self._readers.values()))
-        self.engine.loop.drain()
+        self.engine.loop.discard_in_flight()
         self.engine.loop.close()
 
     def __enter__(self) -> "LLM":
@@ -251,7 +264,7 @@ class LLM:
         self.close()
 
     def _follow(self, reader: "_Reader") -> Iterator[Delta]:
-        total, shown, tokens, seen = len(reader.stream.prompt), 0, 0, -1
+        total, shown, tokens, seen = len(reader.sequence.prompt), 0, 0, -1
         completion = reader.completion
         try:
             self._start([reader])
@@ -259,7 +272,7 @@ class LLM:
                 # A step of another stream may have brought tokens for this one: emit them before running another step.
                 text, ids = completion.text[shown:], completion.token_ids[tokens:]
                 shown, tokens = shown + len(text), tokens + len(ids)
-                prefilled = total if tokens else min(total, self.engine.loop.prefilled(reader.stream))
+                prefilled = total if tokens else min(total, self.engine.loop.prefilled(reader.sequence))
                 if ids or reader.done or prefilled != seen:
                     yield Delta(text, ids, prefilled, total, completion.finish_reason, completion.metrics)
                 seen = prefilled
@@ -282,12 +295,12 @@ class LLM:
         finally:
             self._forget(readers)
 
-    def _open(self, prompt: Prompt, params: SamplingParams, wishes: Wishes, salt: str) -> list["_Reader"]:
+    def _open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions, salt: str) -> list["_Reader"]:
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need text, but the model directory has no tokenizer: use stop_token_ids")
         ids = self._tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
-        streams = self.engine.open_streams(ids, params, wishes=wishes, salt=salt)
-        return [_Reader(stream, self.tokenizer) for stream in streams]
+        sequences = self.engine.create_sequences(ids, params, options=options, salt=salt)
+        return [_Reader(sequence, self.tokenizer) for sequence in sequences]
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -298,42 +311,42 @@ class LLM:
         if self._closed:
             raise EngineError("this LLM is closed; make a new one")
         for reader in readers:
-            reader.stream.request.arrival = self.engine.loop.clock()
-            self._readers[reader.stream.request.id] = reader
-            self.engine.loop.add(reader.stream)
+            reader.sequence.request.arrival = self.engine.loop.clock()
+            self._readers[reader.sequence.request.id] = reader
+            self.engine.loop.add(reader.sequence)
 
     def _forget(self, readers: list["_Reader"]) -> None:
         """Ends requests that are still open, also when the caller was interrupted."""
         for reader in readers:
-            self.engine.loop.abort(reader.stream)
-            self._readers.pop(reader.stream.request.id, None)
+            self.engine.loop.abort(reader.sequence)
+            self._readers.pop(reader.sequence.request.id, None)
 
     def _pump(self, waiting: list["_Reader"]) -> int:
-        """Runs one step and passes its events to the readers of all streams. Returns the number of new tokens.
+        """Runs one step and passes its events to the readers of all sequences. Returns the number of new tokens.
 
         Raises if a reader in `waiting` can get nothing any more: a step failed, or the LLM was closed.
         """
         for reader in waiting:
-            if reader.stream.request.finish_reason in ("error", "abort"):
+            if reader.sequence.request.finish_reason in ("error", "abort"):
                 why = "this LLM was closed" if self._closed else "a step failed or was interrupted while it ran"
-                raise EngineError(f"request {reader.stream.request.id} did not finish: {why}")
+                raise EngineError(f"request {reader.sequence.request.id} did not finish: {why}")
         events = self.engine.loop.step()
         for event in events:
-            reader = self._readers[event.stream.request.id]
-            reader.take(event)
+            reader = self._readers[event.sequence.request.id]
+            reader.add_event(event)
             if reader.completion.stop is not None:
-                self.engine.loop.abort(event.stream, "stop")
+                self.engine.loop.abort(event.sequence, "stop")
             if reader.done:
-                reader.completion.metrics = _metrics(event.stream)
+                reader.completion.metrics = _metrics(event.sequence)
         return sum(event.token is not None for event in events)
 
 
 class _Reader:
-    """Turns the events of one stream into its completion."""
+    """Turns the events of one sequence into its completion."""
 
-    def __init__(self, stream: Stream, tokenizer: Tokenizer | None) -> None:
-        params = stream.params
-        self.stream = stream
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+        params = sequence.params
+        self.sequence = sequence
         self.completion = Completion(logprobs=None if params.logprobs is None else [])
         self.embedding: NDArray[np.float32] | None = None
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position; after a preemption, one may come twice
@@ -341,7 +354,7 @@ class _Reader:
         if tokenizer is not None:
             self._text = TextStream(
                 tokenizer,
-                stream.prompt.tolist(),
+                sequence.prompt.tolist(),
                 stop=params.stop_strings,
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
@@ -352,7 +365,7 @@ class _Reader:
     def done(self) -> bool:
         return self.completion.finish_reason is not None
 
-    def take(self, event: TokenEvent) -> None:
+    def add_event(self, event: TokenEvent) -> None:
         completion = self.completion
         for offset, found in enumerate(event.prompt_logprobs or ()):
             self.prompt_logprobs[event.prompt_first + 1 + offset] = found
@@ -384,7 +397,7 @@ def _as_batch(prompts: Any) -> list[Prompt]:
     """The prompts as a list. A flat list of numbers is one prompt of token ids."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
+    if not isinstance(prompts, abc.Sequence) and not hasattr(prompts, "__array__"):
         raise RequestError(f"prompts must be text, token ids or a list of them, not {prompts!r}")
     return [prompts] if len(prompts) and isinstance(prompts[0], numbers.Number) else list(prompts)
 
@@ -402,10 +415,10 @@ def recommended_params(path: Path) -> SamplingParams:
         raise ModelError(f"{file}: {error}") from None
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+def _as_params(params: SamplingParams | abc.Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+    if not isinstance(params, abc.Sequence) or not all(isinstance(one, SamplingParams) for one in params):
         raise RequestError(f"sampling_params must be SamplingParams or a list of them, not {params!r}")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one for each")
@@ -415,13 +428,13 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) ->
 def _generation(prompt: str | None, readers: list[_Reader]) -> Generation:
     first = readers[0]
     found = None
-    if first.stream.params.prompt_logprobs is not None:
-        found = [first.prompt_logprobs.get(position) for position in range(len(first.stream.prompt))]
-    return Generation(prompt, first.stream.prompt.tolist(), [reader.completion for reader in readers], found)
+    if first.sequence.params.prompt_logprobs is not None:
+        found = [first.prompt_logprobs.get(position) for position in range(len(first.sequence.prompt))]
+    return Generation(prompt, first.sequence.prompt.tolist(), [reader.completion for reader in readers], found)
 
 
-def _metrics(stream: Stream) -> Metrics:
-    request = stream.request
+def _metrics(sequence: Sequence) -> Metrics:
+    request = sequence.request
     started = request.started if request.started is not None else request.arrival
     first = request.first_token if request.first_token is not None else started
     finished = request.finished if request.finished is not None else first

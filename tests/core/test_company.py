@@ -17,17 +17,17 @@ from tests.company import (
 )
 from tests.strength import examples
 from tests.toy import ReluctantExecutor, ToyExecutor, ToyMatcher, solo, toy_loop, toy_stream
-from weft.engine.stream import Stream
+from weft.engine.sequence import Sequence
 
 
-def open_stream(name: str, arrival: Arrival, now: float) -> Stream:
+def open_stream(name: str, arrival: Arrival, now: float) -> Sequence:
     return toy_stream(
         name,
         arrival.prompt,
         arrival.max_tokens,
         block_size=BLOCK,
         arrival=now,
-        **arrival.standing._asdict(),
+        **arrival.scheduling._asdict(),
         salt=arrival.salt,
         matcher=ToyMatcher() if is_constrained(arrival) else None,
     )
@@ -40,7 +40,7 @@ def is_constrained(arrival: Arrival) -> bool:
 @pytest.mark.parametrize("executor", [ToyExecutor, ReluctantExecutor])
 def test_company_never_changes_tokens(executor: type[ToyExecutor]) -> None:
     seen: Counter[str] = Counter()
-    streams: list[Stream] = []
+    streams: list[Sequence] = []
 
     @settings(max_examples=examples(500), deadline=None)
     @given(cases)
@@ -58,7 +58,7 @@ def test_company_never_changes_tokens(executor: type[ToyExecutor]) -> None:
         def alone(arrival: Arrival) -> list[int]:
             return solo(arrival.prompt, arrival.max_tokens, constrained=is_constrained(arrival))
 
-        def opened(name: str, arrival: Arrival, now: float) -> Stream:
+        def opened(name: str, arrival: Arrival, now: float) -> Sequence:
             streams.append(open_stream(name, arrival, now))
             return streams[-1]
 

@@ -5,7 +5,7 @@ import pytest
 from tests.toy import ToyExecutor, solo, toy_loop, toy_stream
 from weft.core import Coefficients, CostModel, Plan, Request, State, slo
 from weft.engine.loop import Loop
-from weft.engine.stream import Stream
+from weft.engine.sequence import Sequence
 from weft.errors import RequestError
 
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_in_time_is_refused_before_anything_is_computed() -> None
     for stream in (hopeless, fine):
         loop.add(stream)
     events = loop.step()
-    assert [(event.stream, event.token, event.finish_reason) for event in events] == [(hopeless, None, "refused")]
+    assert [(event.sequence, event.token, event.finish_reason) for event in events] == [(hopeless, None, "refused")]
     assert hopeless.request.predicted_ttft is not None
     assert hopeless.request.predicted_ttft > 30.0
     run(loop)
@@ -221,7 +221,7 @@ def test_what_cannot_be_in_time_is_refused_before_anything_is_computed() -> None
 
 def test_a_failed_step_ends_its_streams_and_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = toy_loop(depth=1)
-    lost: Stream = toy_stream("lost", prompt(1, 40), 5)
+    lost: Sequence = toy_stream("lost", prompt(1, 40), 5)
     loop.add(lost)
     loop.step()
     with monkeypatch.context() as patch:

@@ -350,7 +350,7 @@ def test_a_refusal_names_the_time_that_the_first_token_would_have_taken() -> Non
     late = add(loop, "b", 40, ttft_target=60.0)
     never = add(loop, "c", 40, gap_target=0.5, ttft_target=1e6)
     (event,) = loop.step()
-    assert (event.stream, event.finish_reason) == (late, "refused")
+    assert (event.sequence, event.finish_reason) == (late, "refused")
     assert late.request.predicted_ttft == pytest.approx(80 * TICK, rel=0.1)
     assert never.request.predicted_ttft is not None
     assert math.isfinite(never.request.predicted_ttft)
@@ -369,7 +369,7 @@ def test_a_refusal_is_not_lost_when_waiting_for_the_device_is_interrupted(monkey
     events = []
     while loop.has_work:
         events += loop.step()
-    assert [event.finish_reason for event in events if event.stream is late] == ["refused"]
+    assert [event.finish_reason for event in events if event.sequence is late] == ["refused"]
     assert other.request.finish_reason == "length"
 
 

@@ -50,7 +50,7 @@ def test_a_prefix_computed_by_one_engine_is_used_by_another(tmp_path: Path) -> N
         assert not scheduler.kv.cache.match(names, 0, len(names)), "not before they have arrived"
         assert scheduler.kv.end_transfer(expected_blocks, arrived=True)
         scheduler.check_integrity()
-        loop, (stream,) = other.engine.loop, other.engine.open_streams(PROMPT, GREEDY)
+        loop, (stream,) = other.engine.loop, other.engine.create_sequences(PROMPT, GREEDY)
         loop.add(stream)
         while loop.has_work:
             loop.step()

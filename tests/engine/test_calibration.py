@@ -14,7 +14,6 @@ import pytest
 from tests.engine.tiny import tiny_directory
 from weft import LLM, EngineError, SamplingParams
 from weft.core import Coefficients, StepBatch, StepShape
-from weft.engine.calibrate import REHEARSAL, calibrate
 from weft.engine.calibration import (
     FORMAT,
     Calibration,
@@ -22,9 +21,10 @@ from weft.engine.calibration import (
     load_calibration,
     save_calibration,
 )
-from weft.engine.device import device_name
 from weft.engine.executor import ExecutorFacts, StepInputs, StepMasks, StepResult
+from weft.engine.executor_facts import device_name
 from weft.engine.rehearsal import ACTS, BURSTS, FULL
+from weft.engine.run_calibration import REHEARSAL, calibrate
 from weft.engine.simulated import LAYOUT, SimulatedExecutor, VirtualClock
 
 SLOW = Coefficients(fixed=2e-3, weights=3e-3, token=2e-4, pair=3e-8, slice=2e-4, decode=5e-5, context=1e-6)
@@ -82,7 +82,7 @@ class Device(SimulatedExecutor):
         self.written = np.zeros(limits["num_blocks"] * size, np.bool_)
         self.shapes: list[StepShape] = []
 
-    def fill(self) -> None:
+    def fill_kv_cache_with_noise(self) -> None:
         self.written[:] = True
 
     def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> Any:
@@ -165,7 +165,7 @@ class PreparedAhead(SimulatedExecutor):
     def __init__(self, device: Device, **facts: int) -> None:
         super().__init__(VirtualClock(), facts=FACTS._replace(ahead=True, **facts))  # type: ignore[arg-type]
         self.device = device
-        self.fill = self.device.fill
+        self.fill_kv_cache_with_noise = self.device.fill_kv_cache_with_noise
         self.in_flight = 0
         self.waits = 0  # steps for which the device waited
 

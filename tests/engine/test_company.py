@@ -26,7 +26,7 @@ from weft.engine.cpu_executor import CpuExecutor
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams, StructuredOutputs
-from weft.engine.stream import Standing, Stream
+from weft.engine.sequence import SchedulingParams, Sequence
 from weft.engine.structured import Grammars, RequestGrammar
 from weft.kv.spec import KVSpec
 from weft.models import CausalLM, Dtypes, load_config, load_model
@@ -57,8 +57,8 @@ def model(path: Path) -> CausalLM:
     return load_model(path, config, dtypes=dtypes, device=CPU, max_model_len=128, load_format="dummy", seed=1)
 
 
-def open_stream(name: str, arrival: Arrival, now: float, grammar: RequestGrammar | None) -> Stream:
-    return Stream.open(
+def open_stream(name: str, arrival: Arrival, now: float, grammar: RequestGrammar | None) -> Sequence:
+    return Sequence.create(
         name,
         np.array(arrival.prompt, np.int32),
         WISHES[arrival.seed],
@@ -68,7 +68,7 @@ def open_stream(name: str, arrival: Arrival, now: float, grammar: RequestGrammar
         root=root_hash(arrival.salt),
         hashes=prompt_hashes(root_hash(arrival.salt), np.array(arrival.prompt, np.int32), BLOCK),
         arrival=now,
-        standing=arrival.standing,
+        scheduling=arrival.scheduling,
         grammar=grammar,
     )
 
@@ -82,16 +82,16 @@ def torch_loop(model: CausalLM, case: Case) -> Loop:
         enable_prefix_caching=case.caching,
     )
     executor = CpuExecutor(model, block_size=BLOCK, slots=scheduler.slots.size, max_model_len=128, device=CPU)
-    executor.allocate(KVSpec(executor.facts.layout, case.num_blocks))
+    executor.allocate_kv_cache(KVSpec(executor.facts.layout, case.num_blocks))
     return Loop(scheduler, executor, depth=case.depth)
 
 
 def test_company_never_changes_tokens(model: CausalLM, path: Path) -> None:
     seen: Counter[str] = Counter()
     grammars = Grammars(path, model.config.vocab_size, ENDS)
-    structured: list[Stream] = []
+    structured: list[Sequence] = []
 
-    def opened(name: str, arrival: Arrival, now: float) -> Stream:
+    def opened(name: str, arrival: Arrival, now: float) -> Sequence:
         wish = WISHES[arrival.seed].structured_outputs
         stream = open_stream(name, arrival, now, None if wish is None else grammars.compile(wish)[0])
         if wish is not None:
@@ -100,7 +100,7 @@ def test_company_never_changes_tokens(model: CausalLM, path: Path) -> None:
 
     @cache
     def alone(prompt: tuple[int, ...], max_tokens: int, seed: int | None) -> list[int]:
-        arrival = Arrival(0, prompt, max_tokens, Standing(), "", seed, None)
+        arrival = Arrival(0, prompt, max_tokens, SchedulingParams(), "", seed, None)
         loop = torch_loop(model, Case((arrival,), depth=0, budget=64, seqs=1, spare=0, caching=False, by_slack=False))
         stream = opened("alone", arrival, 0.0)
         loop.add(stream)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from weft.engine.graphs import decode_sizes, draw_sizes, mixed_sizes
+from weft.engine.graphs import decode_sizes, mixed_sizes, sampling_sizes
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 200, 256, 1000])
 def test_there_is_a_graph_for_any_number_of_rows(most: int) -> None:
-    for sizes in (decode_sizes(most), draw_sizes(most)):
+    for sizes in (decode_sizes(most), sampling_sizes(most)):
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == most
         for rows in range(1, most + 1):
@@ -15,7 +15,7 @@ def test_there_is_a_graph_for_any_number_of_rows(most: int) -> None:
 
 
 def test_sizes_are_closer_together_where_a_row_more_costs_most() -> None:
-    assert draw_sizes(200) == [1, 2, 4, 8, 16, 32, 64, 128, 200]
+    assert sampling_sizes(200) == [1, 2, 4, 8, 16, 32, 64, 128, 200]
     assert decode_sizes(300)[:6] == [1, 2, 4, 8, 16, 24]
     assert decode_sizes(300)[-3:] == [240, 256, 300]
 

@@ -45,7 +45,7 @@ def test_interrupts_do_not_pile_up_steps(depth: int) -> None:
     while loop.has_work:
         try:
             for event in loop.step():
-                found.setdefault(event.stream.request.id, []).append(event.token or 0)
+                found.setdefault(event.sequence.request.id, []).append(event.token or 0)
         except KeyboardInterrupt:
             interrupts += 1
     assert interrupts > 10
@@ -98,7 +98,7 @@ def test_an_interrupt_in_the_middle_of_a_hash_leaves_nothing_half_done() -> None
     stream.request.hashes = Interrupted(stream.request.hashes)
     with pytest.raises(KeyboardInterrupt):
         _run(loop)
-    assert not loop.streams
+    assert not loop.sequences
     assert stream.request.finish_reason == "error"
     loop.scheduler.check_integrity()
 

@@ -12,7 +12,7 @@ from tests.toy import ToyExecutor, ToyMatcher, solo, toy_loop, toy_stream
 from weft.core import Coefficients, CostModel, State, slo
 from weft.engine import loop as loop_module
 from weft.engine.loop import Loop
-from weft.engine.stream import Stream
+from weft.engine.sequence import Sequence
 from weft.engine.structured import NoMatcherError
 
 
@@ -236,7 +236,7 @@ def test_after_an_error_the_loop_goes_on(where: str, monkeypatch: pytest.MonkeyP
 SLOW = Coefficients(fixed=0, weights=0, token=0.01, pair=0, slice=0, decode=0.01, context=0)
 
 
-def promised(name: str, **options: Any) -> Stream:
+def promised(name: str, **options: Any) -> Sequence:
     steps = 2 if "matcher" in options else 1  # a constrained request is promised the time of two
     return toy_stream(name, BOUND, 9, gap_target=0.1 * steps, **options)
 

@@ -1,4 +1,4 @@
-"""What an engine promises: calibrated once, wishes raised to what can be kept, refusals that say why."""
+"""What an engine promises: calibrated once, targets raised to what can be kept, refusals that say why."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ from weft.bench.engine.virtual import virtual_engine
 from weft.core import Coefficients, Source
 from weft.engine import build
 from weft.engine.calibration import Calibration
-from weft.engine.engine import Engine, Wishes
+from weft.engine.engine import Engine, RequestOptions
 from weft.errors import EngineError, OptionError, QueueFullError, RequestError
 from weft.sim.profiles import load_profile
 from weft.sim.simulator import Truth
@@ -42,12 +42,12 @@ def tiny(tmp_path: Path, **options: Any) -> weft.LLM:
 
 def test_a_target_is_what_makes_an_engine_measure_itself_and_only_once(tmp_path: Path, measured: list[Any]) -> None:
     with tiny(tmp_path) as llm:
-        assert llm.engine.promises is None
+        assert llm.engine.calibrated_targets is None
     assert not measured
     for _ in range(2):
         with tiny(tmp_path, gap_target_ms=500.0) as llm:
-            assert llm.engine.promises is not None
-            assert llm.engine.promises.targets.gap == 0.5
+            assert llm.engine.calibrated_targets is not None
+            assert llm.engine.calibrated_targets.targets.gap == 0.5
             assert llm.engine.loop.scheduler.policy.cost is not None
     assert len(measured) == 1
 
@@ -94,8 +94,8 @@ def test_default_targets_refuse_nothing(tmp_path: Path, measured: list[Any]) -> 
     """Thirty prompts of six seconds each, where a first token in 1 s is aimed at."""
     params = weft.SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
     with tiny(tmp_path, default_targets=True) as llm:
-        assert llm.engine.promises is not None
-        assert llm.engine.promises.targets.ttft_source is Source.DEFAULT
+        assert llm.engine.calibrated_targets is not None
+        assert llm.engine.calibrated_targets.targets.ttft_source is Source.DEFAULT
         done = llm.generate([[number + 1] * 60 for number in range(30)], params, progress=False)
         (late,) = llm.generate([[2] * 60], params, progress=False, ttft_target_ms=1000.0)  # its own: a promise
     assert {one.finish_reason for one in done} == {"length"}
@@ -150,25 +150,25 @@ def engine() -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "message"),
+    ("options", "message"),
     [
-        (Wishes(gap_target_ms=-5), "gap_target_ms=-5 must be"),
-        (Wishes(ttft_target_ms=True), "ttft_target_ms=True must be"),
-        (Wishes(batch=True, gap_target_ms=50), "gap_target_ms=50: a batch request promises nothing"),
-        (Wishes(priority=1.5), "priority=1.5 must be a whole number"),  # type: ignore[arg-type]
+        (RequestOptions(gap_target_ms=-5), "gap_target_ms=-5 must be"),
+        (RequestOptions(ttft_target_ms=True), "ttft_target_ms=True must be"),
+        (RequestOptions(batch=True, gap_target_ms=50), "gap_target_ms=50: a batch request promises nothing"),
+        (RequestOptions(priority=1.5), "priority=1.5 must be a whole number"),  # type: ignore[arg-type]
     ],
 )
-def test_nonsensical_wishes_are_refused(engine: Engine, wishes: Wishes, message: str) -> None:
+def test_nonsensical_request_options_are_refused(engine: Engine, options: RequestOptions, message: str) -> None:
     with pytest.raises(RequestError) as error:
-        engine.standing(wishes, 10)
+        engine.scheduling_params(options, 10)
     assert message in str(error.value)
 
 
 def test_an_engine_without_targets_promises_nothing_to_anybody(engine: Engine) -> None:
-    engine.promises = None
+    engine.calibrated_targets = None
     with pytest.raises(RequestError, match="an engine that was started without targets promises nothing"):
-        engine.standing(Wishes(gap_target_ms=50), 10)
-    assert engine.standing(Wishes(tenant="a"), 10).gap_target == math.inf
+        engine.scheduling_params(RequestOptions(gap_target_ms=50), 10)
+    assert engine.scheduling_params(RequestOptions(tenant="a"), 10).gap_target == math.inf
 
 
 def test_a_calibration_that_fails_is_tried_again_with_more_time(

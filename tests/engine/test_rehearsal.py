@@ -18,7 +18,7 @@ def test_steps_of_a_rehearsal_are_those_of_service() -> None:
     mixed = [shape for shape, *_ in found if shape.slices and shape.decodes]
     assert len(decodes) > 10
     assert len(mixed) > 10
-    assert max(shape.decodes for shape, *_ in found) > ACTS[-2].streams / 2
+    assert max(shape.decodes for shape, *_ in found) > ACTS[-2].sequences / 2
 
 
 def test_a_lone_stream_is_rehearsed_where_asked_for() -> None:

@@ -69,8 +69,8 @@ def remote(orders: socket.socket, slots: int, num_blocks: int, block_size: int, 
     socket.send_fds(orders, [f"{kind} {slots} {num_blocks} {block_size}".encode()], [far.fileno()])
     far.close()
     executor = RemoteExecutor(near)
-    assert executor.measure().free > 0
-    executor.allocate(KVSpec(executor.facts.layout, num_blocks))
+    assert executor.measure_memory().free > 0
+    executor.allocate_kv_cache(KVSpec(executor.facts.layout, num_blocks))
     executor.warm_up()
     return executor
 
@@ -207,7 +207,7 @@ def test_what_is_not_answered_fails_when_the_process_ends() -> None:
     with pytest.raises(EngineError, match="closed"):
         executor.read_blocks([1]).result()
     with pytest.raises(EngineError, match="closed"):
-        executor.measure()
+        executor.measure_memory()
 
 
 def test_garbage_ends_the_connection_and_closes_the_executor() -> None:

@@ -145,12 +145,12 @@ def test_a_slot_s_next_request_inherits_nothing() -> None:
 
 def test_memory_for_histories_is_known_before_it_is_taken() -> None:
     made = sampler(setup(1, temperature=0.5))
-    assert made.untaken == len(made.temperature) * VOCAB * 5
+    assert made.later_bytes == len(made.temperature) * VOCAB * 5
     made.setup(setup(2, temperature=0, presence_penalty=2.0))
     taken = (made._history._counts, made._history._seen)
     assert sum(one.nbytes for one in taken) == len(made.temperature) * VOCAB * 5
     made.setup(setup(3, temperature=0, presence_penalty=2.0))
-    assert made.untaken == 0
+    assert made.later_bytes == 0
     assert made._history._counts is taken[0]  # nothing grows in service
     made.close()
     assert made._history._counts.nbytes == made._history._seen.nbytes == 0
@@ -194,8 +194,8 @@ def test_log_probabilities_are_the_model_s_own_whatever_shapes_the_choice() -> N
     values = logits(2)
     made = sampler(setup(0, temperature=0, logprobs=3, logit_bias={7: 80.0}), setup(1, temperature=0))
     tokens = made.sample(values, np.array([0, 1]), np.array([4, 4]))
-    assert made.asking(np.array([0, 1])).tolist() == [0]
-    found = made.describe(values[:1], tokens[:1], np.array([0])).read()
+    assert made.rows_with_logprobs(np.array([0, 1])).tolist() == [0]
+    found = made.compute_logprobs(values[:1], tokens[:1], np.array([0])).read()
     expected = torch.log_softmax(values[0], -1)
     assert found[0].token == 7
     assert found[0].logprob == pytest.approx(float(expected[7]), abs=1e-5)
@@ -210,11 +210,11 @@ def test_log_probabilities_come_in_pieces_of_which_each_row_gets_as_many_as_it_w
     values = logits(5)
     made = sampler(*(setup(slot, logprobs=wanted) for slot, wanted in enumerate([3, 0, 5, 1, 2])))
     tokens, slots = torch.tensor([4, 3, 2, 1, 0]), np.arange(5)
-    whole = made.describe(values, tokens, slots).read()
-    monkeypatch.setattr(sampling, "PIECE", 2 * VOCAB)
-    described = made.describe(values, tokens, slots)
-    assert [len(piece.wanted) for piece in described.pieces] == [2, 2, 1]
-    assert described.read() == whole
+    whole = made.compute_logprobs(values, tokens, slots).read()
+    monkeypatch.setattr(sampling, "CHUNK_ELEMENTS", 2 * VOCAB)
+    pending = made.compute_logprobs(values, tokens, slots)
+    assert [len(chunk.wanted) for chunk in pending.chunks] == [2, 2, 1]
+    assert pending.read() == whole
     assert [(one.token, len(one.top)) for one in whole] == [(4, 3), (3, 0), (2, 5), (1, 1), (0, 2)]
 
 
@@ -228,12 +228,12 @@ def test_prompt_log_probabilities_come_in_pieces(monkeypatch: pytest.MonkeyPatch
         sizes.append(len(rows))
         return rows
 
-    whole = made.describe_prompt(to_logits, hidden, 0, 0).read()
-    monkeypatch.setattr(sampling, "PIECE", 2 * VOCAB)
-    pieces = made.describe_prompt(to_logits, hidden, 0, 0).read()
+    whole = made.compute_prompt_logprobs(to_logits, hidden, 0, 0).read()
+    monkeypatch.setattr(sampling, "CHUNK_ELEMENTS", 2 * VOCAB)
+    pieces = made.compute_prompt_logprobs(to_logits, hidden, 0, 0).read()
     assert whole == pieces
     assert sizes == [6, 2, 2, 2]
     assert [one.token for one in whole] == prompt[1:]
     assert whole[2].logprob == pytest.approx(float(torch.log_softmax(hidden[2], -1)[30]), abs=1e-6)
     # the second slice of a prompt: hidden states from position 4 on
-    assert made.describe_prompt(to_logits, hidden[4:], 0, 4).read() == whole[4:]
+    assert made.compute_prompt_logprobs(to_logits, hidden[4:], 0, 4).read() == whole[4:]

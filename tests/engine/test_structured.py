@@ -25,7 +25,7 @@ from weft.engine import structured
 from weft.engine.hashing import root_hash
 from weft.engine.masks import MaskBuilder
 from weft.engine.params import Calls, Thoughts
-from weft.engine.stream import Stream
+from weft.engine.sequence import Sequence
 from weft.engine.structured import Grammars, check_structure
 
 PERSON = {
@@ -423,8 +423,8 @@ def test_a_model_without_a_tokenizer_or_without_an_end_keeps_to_none(tmp_path: P
         Grammars(tmp_path / "endless", 257, (256,)).compile(StructuredOutputs(regex="a"))
 
 
-def stream_of(grammars: Grammars, wish: StructuredOutputs, **params: Any) -> Stream:
-    return Stream.open(
+def stream_of(grammars: Grammars, wish: StructuredOutputs, **params: Any) -> Sequence:
+    return Sequence.create(
         "a stream",
         np.array([1, 2], np.int32),
         SamplingParams(structured_outputs=wish, **params),
@@ -438,14 +438,14 @@ def stream_of(grammars: Grammars, wish: StructuredOutputs, **params: Any) -> Str
     )
 
 
-def allowed(masks: MaskBuilder, stream: Stream) -> list[int]:
+def allowed(masks: MaskBuilder, stream: Sequence) -> list[int]:
     while stream not in masks.collect():
         masks.wait_for_first(1.0)
-    row = masks.take([stream]).view(np.uint8)
+    row = masks.read([stream]).view(np.uint8)
     return np.flatnonzero(np.unpackbits(row, bitorder="little")).tolist()
 
 
-def behind(masks: MaskBuilder, stream: Stream, token: int) -> list[int]:
+def behind(masks: MaskBuilder, stream: Sequence, token: int) -> list[int]:
     """What is allowed behind one more token."""
     stream.output.append(token)
     masks.advance(stream, token)
@@ -464,11 +464,11 @@ def test_masks_are_about_tokens_that_spell_something(tmp_path: Path, masks: Mask
     grammars = Grammars(write_letters(tmp_path, (0, 9)), rows, (0, 9))
     one, other = (stream_of(grammars, StructuredOutputs(regex=".{0,2}")) for _ in range(2))
     for stream in (one, other):
-        masks.open(stream)
+        masks.add(stream)
     masks.wait_for_new(10.0)
     assert masks.collect() == [one, other]
     words = -(-max(rows, 60) // 32)
-    assert masks.take([one, other]).shape == (2, words)
+    assert masks.read([one, other]).shape == (2, words)
     assert behind(masks, one, 3) == list(range(60))
     assert behind(masks, one, 4) == [0, 9]
     assert behind(masks, other, 5) == list(range(60))
@@ -476,7 +476,7 @@ def test_masks_are_about_tokens_that_spell_something(tmp_path: Path, masks: Mask
 
 def test_an_end_inside_a_text_is_no_text(tmp_path: Path, masks: MaskBuilder) -> None:
     stream = stream_of(Grammars(write_letters(tmp_path, (0, 9)), 64, (0, 9)), StructuredOutputs(regex="a[^b]{3}"))
-    masks.open(stream)
+    masks.add(stream)
     (a,) = allowed(masks, stream)
     assert not {0, 9} & set(behind(masks, stream, a))
 
@@ -484,12 +484,12 @@ def test_an_end_inside_a_text_is_no_text(tmp_path: Path, masks: MaskBuilder) -> 
 def test_a_ban_holds_while_anything_else_is_allowed(tmp_path: Path, masks: MaskBuilder) -> None:
     grammars, wish = Grammars(write_letters(tmp_path, (0, 9)), 64, (0, 9)), StructuredOutputs(regex="a{0,3}")
     late = stream_of(grammars, wish, min_tokens=2)
-    masks.open(late)
+    masks.add(late)
     assert allowed(masks, late) == [1]
     assert behind(masks, late, 1) == [1]
     assert behind(masks, late, 1) == [0, 1, 9]
     impossible = stream_of(grammars, StructuredOutputs(regex="a"), min_tokens=5)
-    masks.open(impossible)
+    masks.add(impossible)
     assert allowed(masks, impossible) == [1]
     assert behind(masks, impossible, 1) == [0, 9]
 
@@ -498,7 +498,7 @@ def test_a_stream_that_has_ended_leaves_no_mask(tmp_path: Path, masks: MaskBuild
     grammars = Grammars(write_letters(tmp_path, (0, 9)), 64, (0, 9))
     one, other = (stream_of(grammars, StructuredOutputs(regex=".*")) for _ in range(2))
     for stream in (one, other):
-        masks.open(stream)
+        masks.add(stream)
     masks.drop(one)
     masks.drop(one)
     masks.wait_for_new(10.0)
@@ -545,7 +545,7 @@ def test_a_mask_does_not_wait_for_the_matchers_of_other_streams(
     """Eight streams had four threads between them: while as many large matchers were made, no stream got a mask."""
     grammars = Grammars(write_letters(tmp_path, (0, 9)), 64, (0, 9))
     running = stream_of(grammars, StructuredOutputs(regex="(ab)+"))
-    masks.open(running)
+    masks.add(running)
     assert behind(masks, running, allowed(masks, running)[0]) == [2]
     newcomers = [stream_of(grammars, StructuredOutputs(regex=f"a{{{length}}}")) for length in range(2, 10)]
     go_on, build = threading.Event(), structured._matcher
@@ -556,7 +556,7 @@ def test_a_mask_does_not_wait_for_the_matchers_of_other_streams(
 
     monkeypatch.setattr(structured, "_matcher", slow)
     for stream in newcomers:
-        masks.open(stream)
+        masks.add(stream)
     assert behind(masks, running, 2) == [0, 1, 9]
     go_on.set()
     assert all(allowed(masks, stream) == [1] for stream in newcomers[:1])

@@ -16,7 +16,7 @@ from tests.strength import examples
 from weft.core import BlockUpdates, StepBatch, StepShape
 from weft.engine import wire
 from weft.engine.executor import Executor, StepInputs, StepMasks, StepResult
-from weft.engine.stream import Standing, Stream
+from weft.engine.sequence import SchedulingParams, Sequence
 from weft.engine.structured import Grammars
 from weft.models import CausalLM, Dtypes, load_config, load_model
 
@@ -70,13 +70,13 @@ def test_steps_that_went_through_bytes_give_the_same_tokens(model: CausalLM, pat
     seen: Counter[str] = Counter()
     grammars = Grammars(path, model.config.vocab_size, ENDS)
 
-    def opened(name: str, arrival: Arrival, now: float) -> Stream:
+    def opened(name: str, arrival: Arrival, now: float) -> Sequence:
         wish = WISHES[arrival.seed].structured_outputs
         return open_stream(name, arrival, now, None if wish is None else grammars.compile(wish)[0])
 
     def alone(arrival: Arrival) -> list[int]:
         """Without the detour, and without company."""
-        only = Arrival(0, arrival.prompt, arrival.max_tokens, Standing(), "", arrival.seed, None)
+        only = Arrival(0, arrival.prompt, arrival.max_tokens, SchedulingParams(), "", arrival.seed, None)
         loop = torch_loop(model, Case((only,), depth=0, budget=64, seqs=1, spare=0, caching=False, by_slack=False))
         stream = opened("alone", only, 0.0)
         loop.add(stream)

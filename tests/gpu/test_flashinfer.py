@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.kernels.attention import Heads
+from weft.kernels.attention import AttentionParams
 from weft.kv.pool import KVPool
 from weft.kv.spec import KVLayout, KVSpec
 
@@ -30,10 +30,10 @@ CASES = {
     "few behind much": Case([(30_000, 16)], ["divided"]),
     "few behind much, several": Case([(30_000, 5), (9_000, 200), (2_100, 31)], ["divided"]),
     "the end of one and the beginning of another": Case([(16_000, 99), (0, 700)], ["divided", "paged"]),
-    "the other way round": Case([(0, 700), (16_000, 99)], ["paged", "after"]),
-    "both": Case([(9_000, 20), (0, 700), (16_000, 99), (3, 5)], ["divided", "paged", "after"]),
-    "more than few": Case([(5_000, 200), (5_000, 200)], ["divided", "after"]),
-    "more than twice as many": Case([(5_000, 200)] * 3, ["divided", "paged", "after"]),
+    "the other way round": Case([(0, 700), (16_000, 99)], ["paged", "divided_end"]),
+    "both": Case([(9_000, 20), (0, 700), (16_000, 99), (3, 5)], ["divided", "paged", "divided_end"]),
+    "more than few": Case([(5_000, 200), (5_000, 200)], ["divided", "divided_end"]),
+    "more than twice as many": Case([(5_000, 200)] * 3, ["divided", "paged", "divided_end"]),
     "more than a wave": Case([(9_003, 512 + 300)], ["gathered"]),
     "few and short, few and long": Case([(0, 60), (8_400, 57)], ["divided"]),
 }
@@ -66,31 +66,31 @@ class Bench:
     ) -> list[str]:
         """Slot, first position and tokens of each; returns the ways that were taken."""
         from weft.kernels.cuda import PlainPrefills
-        from weft.kernels.flashinfer import Slices
+        from weft.kernels.flashinfer import PrefillSlices
 
         slots, first, count = (np.array(numbers) for numbers in zip(*slices, strict=True))
         tables = [self.tables[slot][: -(-(first + count) // BLOCK)] for slot, first, count in slices]
-        prefills = self.owner.prefills(self.kv, Slices(slots, first, count, np.full(len(slices), end), tables))
+        prefills = self.owner.prefills(self.kv, PrefillSlices(slots, first, count, np.full(len(slices), end), tables))
         self._keep(slices)
         q = torch.randn(int(count.sum()), HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
         for layer in layers:
-            heads = Heads(layer, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, None, None)  # type: ignore[arg-type]
+            params = AttentionParams(layer, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, None, None)  # type: ignore[arg-type]
             expected, found = torch.empty_like(q), torch.empty_like(q)
-            PlainPrefills(self.kv, self.slots.to(DEVICE), slots, first, count).attend(heads, q, expected)
-            prefills.attend(heads, q, found)
+            PlainPrefills(self.kv, self.slots.to(DEVICE), slots, first, count).attend(params, q, expected)
+            prefills.attend(params, q, found)
             assert (found.float() - expected.float()).abs().max() < ERROR
         return list(prefills.ways)
 
     def _keep(self, slices: list[tuple[int, int, int]]) -> None:
         """What a step does when it writes keys and values to the cache."""
-        kept = self.owner.kept
+        copy = self.owner.prompt_copy
         for slot, first, count in slices:
-            if slot == kept.writing:
+            if slot == copy.writing:
                 positions = torch.arange(first, first + count)
                 blocks = torch.from_numpy(self.tables[slot])[positions // BLOCK].to(DEVICE)
                 for layer in range(2):
                     for half, cache in enumerate((self.kv.k[layer], self.kv.v[layer])):
-                        kept.copy[layer, half, first : first + count] = cache[blocks, (positions % BLOCK).to(DEVICE)]
+                        copy.copy[layer, half, first : first + count] = cache[blocks, (positions % BLOCK).to(DEVICE)]
 
     @staticmethod
     def _send(*numbers: Any) -> list[torch.Tensor]:
@@ -116,7 +116,7 @@ def test_the_keys_of_a_prompt_that_goes_on_are_kept() -> None:
         bench.check([(0, 2260, 100)], end=False),  # few
         bench.check([(0, 2360, 480)], end=True),
     ]
-    assert ways == [["kept"]] * 3 + [["kept", "after"], ["divided"], ["kept"]] or not IS_HOPPER
+    assert ways == [["copied"]] * 3 + [["copied", "divided_end"], ["divided"], ["copied"]] or not IS_HOPPER
     ways = [
         bench.check([(1, 0, 480)], end=True),  # read at once
         bench.check([(1, 9000, 480)], end=False),  # others had read to here
@@ -124,10 +124,10 @@ def test_the_keys_of_a_prompt_that_goes_on_are_kept() -> None:
         bench.check([(0, 15_000, 700), (1, 15_000, 700)], end=False),  # two at once
         bench.check([(0, 18_000, 480)], end=True),  # no longer here, and not worth it any more
     ]
-    assert ways == [["paged"], ["kept"], ["kept"], ["gathered"], ["paged"]] or not IS_HOPPER
-    bench.owner.kept.forget(1)
+    assert ways == [["paged"], ["copied"], ["copied"], ["gathered"], ["paged"]] or not IS_HOPPER
+    bench.owner.prompt_copy.forget(1)
     bench.refill()
     ways = [bench.check([(1, 9960, 480)], end=False)]  # another request in the same slot
     bench.refill()
     ways.append(bench.check([(1, 0, 480)], end=False))
-    assert ways == [["kept"]] * 2 or not IS_HOPPER
+    assert ways == [["copied"]] * 2 or not IS_HOPPER

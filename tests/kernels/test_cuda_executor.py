@@ -68,12 +68,12 @@ def _device_of_paper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (staging, cuda_executor):
         monkeypatch.setattr(module, "pinned", pinned)
-    monkeypatch.setattr(cuda_executor, "Whole", Again)
-    monkeypatch.setattr(cuda_executor, "Pieces", AgainInPieces)
+    monkeypatch.setattr(cuda_executor, "FullGraph", Again)
+    monkeypatch.setattr(cuda_executor, "PiecewiseGraph", AgainInPieces)
     monkeypatch.setattr(CausalLM, "abridged", _abridged)
     monkeypatch.setattr(cuda_executor, "warm_up", lambda step: step())
     monkeypatch.setattr(cuda_executor, "sm_count", lambda device: 3)
-    monkeypatch.setattr(cuda_executor, "draw_sizes", lambda most: [3, most])  # more than some steps have
+    monkeypatch.setattr(cuda_executor, "sampling_sizes", lambda most: [3, most])  # more than some steps have
     for name, value in {
         "Event": Moment,
         "current_stream": lambda device: Moment(),
@@ -109,9 +109,9 @@ def _replace_executor(llm: weft.LLM, options: dict[str, int], *, captured: bool)
     executor = cuda_executor.CudaExecutor(model, limits, block_size=16, device=torch.device("cpu"))
     if not captured:
         executor.capture = lambda **options: None  # type: ignore[method-assign]
-    memory = executor.measure()
-    assert memory.reserved > executor.untaken
-    executor.allocate(KVSpec(executor.facts.layout, blocks))
+    memory = executor.measure_memory()
+    assert memory.reserved > executor.later_bytes
+    executor.allocate_kv_cache(KVSpec(executor.facts.layout, blocks))
     executor.warm_up()
     if not captured:
         del executor.capture
@@ -183,7 +183,7 @@ def test_the_largest_step_is_run_before_memory_is_given_away(
     monkeypatch.setattr(cuda_executor, "decode_sizes", lambda most: [most])
     sizes: list[int] = []
     before: list[int] = []
-    forward, use = CausalLM.forward, cuda_executor.CudaExecutor._use
+    forward, use = CausalLM.forward, cuda_executor.CudaExecutor._replace_kv_pool
 
     def counted(self: CausalLM, token_ids: Tensor, attend: Attend) -> Tensor:
         sizes.append(len(token_ids))
@@ -201,7 +201,7 @@ def test_the_largest_step_is_run_before_memory_is_given_away(
             super().__init__(kv, tables, *slices)
 
     monkeypatch.setattr(CausalLM, "forward", counted)
-    monkeypatch.setattr(cuda_executor.CudaExecutor, "_use", used)
+    monkeypatch.setattr(cuda_executor.CudaExecutor, "_replace_kv_pool", used)
     monkeypatch.setattr(cuda_executor, "PlainPrefills", Legal)
     with _engine(tmp_path, gpu=True, max_num_batched_tokens=budget, max_num_seqs=seqs):
         assert max(sizes) == largest
@@ -225,5 +225,5 @@ def test_memory_that_is_taken_later_is_known(tmp_path: Path, monkeypatch: pytest
         executor.capture()
         graphs = sum(3 if isinstance(one, AgainInPieces) else 1 for one in made)  # one ends where a layer attends
         assert len(made) > len({type(one) for one in made}) == 2
-        assert executor.untaken == executor.sampler.untaken + graphs * cuda_executor.GRAPH_BYTES
-        assert executor.sampler.untaken == 5 * tiny.VOCAB * Slots.size_for(SEQS)
+        assert executor.later_bytes == executor.sampler.later_bytes + graphs * cuda_executor.GRAPH_BYTES
+        assert executor.sampler.later_bytes == 5 * tiny.VOCAB * Slots.size_for(SEQS)

@@ -13,7 +13,7 @@ from weft.engine.executor import SlotSetup
 from weft.engine.sampling import Sampler, hashed_uniform
 from weft.kernels import draw
 from weft.kernels.ranks import UNIT
-from weft.kernels.truncate import ROUNDS, SLACK, Cuts, truncate
+from weft.kernels.truncate import ROUNDS, SLACK, TruncationParams, truncate
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 
@@ -68,7 +68,7 @@ def test_where_rounding_leaves_nobody_the_last_that_can_be_is_drawn() -> None:
     logits[:, 2048] = torch.from_numpy(second[chosen]).to(DEVICE)
     logits[:, 2049] = logits[:, 2060] = torch.from_numpy(tie[chosen]).to(DEVICE)
     everything = (torch.full((rows,), value, device=DEVICE) for value in (2.0, -torch.inf))
-    cuts = Cuts(torch.full((rows,), 3, dtype=torch.int32, device=DEVICE), *everything)
+    cuts = TruncationParams(torch.full((rows,), 3, dtype=torch.int32, device=DEVICE), *everything)
     noise = _noise(torch.full((rows,), highest, dtype=torch.float64))
     assert _draw(logits, torch.ones(rows, device=DEVICE), noise, cuts).tolist() == [2049] * rows
 
@@ -102,9 +102,9 @@ def test_what_is_truncated_is_what_the_cpu_truncates(dtype: torch.dtype, vocab: 
             sampler.setup(SlotSetup(row, one, int(generator.integers(2**63)), nothing, nothing, ()))
         slots, positions = np.arange(rows), generator.integers(0, 1000, rows)
         expected = sampler.sample(logits.float().cpu(), slots, positions + 1)
-        temperature, low, high, top_k, top_p, floor = torch.from_numpy(sampler.drawing).to(DEVICE)
+        temperature, low, high, top_k, top_p, floor = torch.from_numpy(sampler.kernel_params).to(DEVICE)
         noise = draw.Noise(low, high, torch.from_numpy(positions).int().to(DEVICE))
-        cuts = Cuts(top_k, top_p.view(torch.float32), floor.view(torch.float32))
+        cuts = TruncationParams(top_k, top_p.view(torch.float32), floor.view(torch.float32))
         found = _draw(logits, temperature.view(torch.float32), noise, cuts)
         uniform = hashed_uniform(sampler.seed, positions + 1)
         for row in (found.cpu() != expected).nonzero().flatten().tolist():
@@ -124,7 +124,7 @@ def test_who_asks_for_nothing_gets_what_it_would_get_alone(dtype: torch.dtype) -
         temperature = torch.full((rows,), 0.8, device=DEVICE)
         noise = _noise(torch.rand(rows))
         everything = (torch.full((rows,), value, device=DEVICE) for value in (2.0, -torch.inf))
-        cuts = Cuts(torch.full((rows,), 2**31 - 1, dtype=torch.int32, device=DEVICE), *everything)
+        cuts = TruncationParams(torch.full((rows,), 2**31 - 1, dtype=torch.int32, device=DEVICE), *everything)
         alone = _draw(logits, temperature, noise)
         assert torch.equal(alone, _draw(logits, temperature, noise, cuts))
         assert torch.equal(alone, _draw(logits.float(), temperature, noise))
@@ -173,7 +173,7 @@ def test_top_p_of_equal_tokens_is_as_exact_as_can_be(dtype: torch.dtype) -> None
     logits = torch.zeros((9, 10), dtype=dtype, device=DEVICE)
     tops = torch.zeros((9, 1), device=DEVICE)
     top_p = torch.arange(1, 10, device=DEVICE) / 10
-    cuts = Cuts(
+    cuts = TruncationParams(
         torch.full((9,), 11, dtype=torch.int32, device=DEVICE),
         top_p.float(),
         torch.full((9,), -torch.inf, device=DEVICE),
@@ -223,7 +223,7 @@ def _assert_borders(
         torch.from_numpy(array).to(DEVICE)
         for array in (heat, highest.astype(np.float32), units.astype(np.int64).sum(-1))
     )
-    cuts = Cuts(*(torch.from_numpy(array).to(DEVICE) for array in (top_k, top_p, floor)))
+    cuts = TruncationParams(*(torch.from_numpy(array).to(DEVICE) for array in (top_k, top_p, floor)))
     border = truncate(logits, temperature, tile_tops, sums, cuts, tile)
     rank, ties, kept_sums, equal = (field.cpu().numpy() for field in border)
 
@@ -300,7 +300,7 @@ def _assert_draws(logits: Tensor, temperature: Tensor, uniform: Tensor) -> None:
         assert int(alone) == token, "depends on its company"
 
 
-def _draw(logits: Tensor, temperature: Tensor, noise: draw.Noise, cuts: Cuts | None = None) -> Tensor:
+def _draw(logits: Tensor, temperature: Tensor, noise: draw.Noise, cuts: TruncationParams | None = None) -> Tensor:
     places = torch.arange(len(logits), dtype=torch.int32, device=DEVICE)
     tokens, last = torch.empty_like(places), torch.empty_like(places)
     draw.draw(logits, temperature, noise, last, places, tokens, places, cuts)

@@ -36,14 +36,14 @@ def test_fetch() -> None:
         assert ring.state.tolist() == [(turn + 1) % 3, 0]
 
 
-def test_post() -> None:
+def test_scatter() -> None:
     host = torch.randint(0, 10**9, (2000,), dtype=torch.int32)
     host = host.pin_memory() if DEVICE.type == "cuda" else host
     for count in (0, 1, 900):
         found = torch.zeros(3000, dtype=torch.int32, device=DEVICE)
         places, numbers = host[:count], host[1000 : 1000 + count]
         places.copy_(torch.randperm(3000)[:count])
-        fetch.post(places, numbers, found)
+        fetch.scatter(places, numbers, found)
         expected = torch.zeros(3000, dtype=torch.int32)
         expected[places.long()] = numbers
         assert torch.equal(found.cpu(), expected)

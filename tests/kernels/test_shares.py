@@ -15,15 +15,15 @@ def test_every_key_that_a_row_sees_is_in_one_share(drawn: list[int], window: int
     slots = np.arange(len(drawn))[::-1] + 7
     shares = divide(slots, where, window, wanted)
     assert len(shares.row) <= most_shares(len(drawn), wanted)
-    assert sorted(shares.place.tolist()) == list(range(len(shares.row)))
+    assert sorted(shares.result.tolist()) == list(range(len(shares.row)))
     assert (np.diff(shares.end - shares.begin) <= 0).all(), "the longest first"
     for row, position in enumerate(drawn):
         mine = np.flatnonzero(shares.row == row)
-        mine = mine[np.argsort(shares.place[mine])]
+        mine = mine[np.argsort(shares.result[mine])]
         assert (shares.slot[mine] == slots[row]).all()
         assert (shares.splits[mine] == len(mine)).all()
         assert len(mine) <= MOST_SPLITS
-        assert shares.place[mine].tolist() == (shares.first[mine[0]] + np.arange(len(mine))).tolist()
+        assert shares.result[mine].tolist() == (shares.first[mine[0]] + np.arange(len(mine))).tolist()
         assert shares.begin[mine[0]] == (0 if window is None else max(0, position + 1 - window))
         assert shares.end[mine[-1]] == position + 1
         assert (shares.begin[mine[1:]] == shares.end[mine[:-1]]).all(), "no key twice, and none left out"

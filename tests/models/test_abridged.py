@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.models import tiny
-from weft.kernels.attention import Heads
+from weft.kernels.attention import AttentionParams
 from weft.models import CausalLM, Dtypes, load_config, load_model
 from weft.models.layers import SparseMLP
 
@@ -39,18 +39,18 @@ class Recorded:
     """Attention that remembers who called; nobody sees anybody."""
 
     def __init__(self) -> None:
-        self.heads: list[Heads] = []
+        self.calls: list[AttentionParams] = []
 
-    def __call__(self, heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        self.heads.append(heads)
-        return qkv[:, : heads.heads * heads.head_dim], stream
+    def __call__(self, params: AttentionParams, qkv: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls.append(params)
+        return qkv[:, : params.num_heads * params.head_dim], residual
 
 
-def called(model: CausalLM) -> list[Heads]:
+def called(model: CausalLM) -> list[AttentionParams]:
     recorded = Recorded()
     with torch.inference_mode():
         assert model(torch.arange(3), recorded).shape == (3, model.config.hidden_size)
-    return recorded.heads
+    return recorded.calls
 
 
 def model_of(config: dict[str, Any], path: Path) -> CausalLM:
@@ -65,14 +65,14 @@ def test_one_layer_of_each_kind_is_left(case: str, tmp_path: Path) -> None:
     config, expected = CASES[case]
     model = model_of(config, tmp_path)
     everything = called(model)
-    assert [heads.layer for heads in everything] == list(range(config["num_hidden_layers"]))
+    assert [params.layer for params in everything] == list(range(config["num_hidden_layers"]))
     with model.abridged():
         left = called(model)
-    assert [heads.layer for heads in left] == expected
+    assert [params.layer for params in left] == expected
     assert {(one.window, one.rotation) for one in left} == {(one.window, one.rotation) for one in everything}
     sparse = {isinstance(module, SparseMLP) for module in (layer.mlp for layer in model.layers)}
     assert {isinstance(model.layers[index].mlp, SparseMLP) for index in expected} == sparse
-    assert left[-1].last
+    assert left[-1].is_last_layer
 
 
 def test_it_is_whole_again_after_an_error(tmp_path: Path) -> None:

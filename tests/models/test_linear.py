@@ -82,7 +82,7 @@ class Packed(Int8):
         layer.scales = nn.Parameter(torch.empty((*shape, 1)), requires_grad=False)
         layer.bias = nn.Parameter(torch.empty(shape), requires_grad=False) if layer.has_bias else None
 
-    def fills(self, layer: Linear, name: str) -> Iterator[ParameterSource]:
+    def parameter_sources(self, layer: Linear, name: str) -> Iterator[ParameterSource]:
         for key, parameter in layer.named_parameters(recurse=False):
             parts = {f"{part}.{PUBLISHED[key]}": view for part, view in layer.views(parameter).items()}
             yield ParameterSource(f"{name}.{PUBLISHED[key]}", parameter, parts)
@@ -165,14 +165,14 @@ def test_int8_weights_give_the_logits_of_rounded_weights(family: str, saved: Sav
 def test_the_types_of_weights_and_activations_differ(saved: Saved, tmp_path: Path) -> None:
     path = saved("qwen3-moe-mixed")[1]
     model = load_int8(path, partial(every, Int8), Dtypes(torch.int8, torch.bfloat16, torch.bfloat16))
-    assert (model.score_dtype, model.norm.weight.dtype, model.embed_tokens.weight.dtype) == (torch.bfloat16,) * 3
+    assert (model.logits_dtype, model.norm.weight.dtype, model.embed_tokens.weight.dtype) == (torch.bfloat16,) * 3
     plain = load(write_rounded(path, tmp_path, torch.bfloat16), dtype=torch.bfloat16)
     assert torch.equal(logits(model), logits(plain))
     hidden = torch.randn(3, plain.config.hidden_size).bfloat16()
     written = torch.empty(3, tiny.VOCAB, dtype=torch.bfloat16)
     with torch.no_grad():
-        assert model.scores(hidden, written) is written
-        assert torch.equal(written, plain.scores(hidden))
+        assert model.raw_logits(hidden, written) is written
+        assert torch.equal(written, plain.raw_logits(hidden))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -239,7 +239,7 @@ def test_layers_of_different_methods_are_not_repetitions(saved: Saved) -> None:
 
     model = load_int8(saved("llama-deep")[1], choose, Dtypes.of(torch.float32))
     with model.abridged():
-        assert [heads.layer for heads in called(model)] == [0, 1, 3, 5]
+        assert [params.layer for params in called(model)] == [0, 1, 3, 5]
 
 
 def test_the_engine_runs_any_method(saved: Saved, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_routers_and_experts_run_in_the_library(saved: Saved, monkeypatch: pytes
     note("linear", 1)
     note("linear_into", 2)
     logits(model)
-    model.scores(torch.zeros(1, model.config.hidden_size), torch.empty(1, tiny.VOCAB))
+    model.raw_logits(torch.zeros(1, model.config.hidden_size), torch.empty(1, tiny.VOCAB))
     expected = [layer for layer in linears(model) if not layer.is_router and layer.experts is None]
     assert set(ours) == {layer.weight.data_ptr() for layer in expected}
     assert len(ours) == len(expected) + 1

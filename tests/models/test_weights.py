@@ -133,7 +133,7 @@ def test_fills_name_every_tensor_of_a_checkpoint(saved: Saved) -> None:
     for family in tiny.FAMILIES:
         path = saved(family)[1]
         stored = set(load_file(path / "model.safetensors"))
-        for fill in load(path).fills():
+        for fill in load(path).parameter_sources():
             stored -= {fill.name} if fill.name in stored else set(fill.parts)
         assert stored == set(), family
 

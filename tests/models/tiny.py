@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weft.kernels.attention import Heads, PlainHeads
+from weft.kernels.attention import AttentionParams, PlainNormRope
 
 VOCAB = 256
 GAIN = 2.0  # of the weights that make logits differ; larger ones amplify rounding beyond 1e-4
@@ -171,9 +171,9 @@ class DenseAttend:
     positions: Tensor
     sequences: Tensor  # to which sequence each token belongs
 
-    def __call__(self, heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = PlainHeads(self.positions).split(heads, qkv)
-        scale, window = heads.scale, heads.window
+    def __call__(self, params: AttentionParams, qkv: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = PlainNormRope(self.positions).split(params, qkv)
+        scale, window = params.scale, params.window
         distance = self.positions[:, None] - self.positions[None, :]
         seen = (self.sequences[:, None] == self.sequences[None, :]) & (distance >= 0)
         if window is not None:
@@ -181,7 +181,7 @@ class DenseAttend:
         group = q.shape[1] // k.shape[1]
         scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(group, dim=1)) * scale
         weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-        return torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, dim=1)).flatten(1), stream
+        return torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, dim=1)).flatten(1), residual
 
 
 @torch.no_grad()

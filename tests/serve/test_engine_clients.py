@@ -13,7 +13,7 @@ import pytest
 
 from tests.serve.running import eventually, is_alive
 from tests.serve.stub_engine import HOLD, INFO, Stubs
-from weft.engine.engine import Wishes
+from weft.engine.engine import RequestOptions
 from weft.engine.params import SamplingParams
 from weft.errors import QueueFullError, RequestError
 from weft.observe.metrics import ServerMetrics
@@ -28,7 +28,7 @@ Scenario = Callable[[EnginePool, Stubs], Coroutine[Any, Any, None]]
 
 
 def prompt(token: int, n: int = 1) -> EnginePrompt:
-    return EnginePrompt(np.array([token], np.int32).tobytes(), SamplingParams(n=n), Wishes(), "")
+    return EnginePrompt(np.array([token], np.int32).tobytes(), SamplingParams(n=n), RequestOptions(), "")
 
 
 async def until(condition: Callable[[], object]) -> None:

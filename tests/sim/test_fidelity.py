@@ -16,7 +16,7 @@ from weft.bench.http.client import Reply
 from weft.bench.http.replay import served_of, token_prompts
 from weft.core import Targets
 from weft.engine.build import MOST_SPREAD
-from weft.engine.engine import Promises
+from weft.engine.engine import CalibratedTargets
 from weft.engine.simulated import VirtualClock
 from weft.errors import OptionError
 from weft.sim import fidelity, profiles
@@ -32,8 +32,8 @@ TARGETS = Targets(gap=0.025, ttft=0.5)
 def served_in_virtual_time(trace: Trace, truth: Truth) -> Played:
     """The real loop with its streams, on the clock of a device that takes what `truth` says."""
     engine = virtual_engine(SMOOTH, truth)
-    assert engine.promises is not None
-    engine.promises = Promises(TARGETS, engine.promises.calibration)
+    assert engine.calibrated_targets is not None
+    engine.calibrated_targets = CalibratedTargets(TARGETS, engine.calibrated_targets.calibration)
     clock = engine.loop.clock
     assert isinstance(clock, VirtualClock)
 

@@ -69,7 +69,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from weft.engine.profile import profile_of
+    from weft.engine.simulator_profile import profile_of
     from weft.llm import LLM
 
     if not 0 < arguments.seconds < math.inf:
@@ -96,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(llm: "LLM", arguments: argparse.Namespace) -> "tuple[Calibration, Path]":
     """Calibrates a model. Returns the calibration and the file that it was saved in."""
-    from weft.engine.calibrate import calibrate
     from weft.engine.calibration import calibration_file, save_calibration
+    from weft.engine.run_calibration import calibrate
     from weft.progress import work_progress
 
     engine, scheduler = llm.engine, llm.engine.loop.scheduler

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from weft.core import CostModel, Policy, Scheduler, Source, Targets, chunked, monolithic, slo
 from weft.core.cost import MOST_SPREAD
 from weft.core.slots import Slots
-from weft.engine.calibrate import calibrate
 from weft.engine.calibration import Calibration, calibration_file, load_calibration, save_calibration
-from weft.engine.cpu import prepare_cpu
-from weft.engine.engine import Engine, Promises
+from weft.engine.cpu_features import prepare_cpu
+from weft.engine.engine import CalibratedTargets, Engine
 from weft.engine.executor import DeviceMemory, Executor, ExecutorFacts
 from weft.engine.fingerprint import block_space
-from weft.engine.host import SubmitTimes, measure_host
 from weft.engine.loop import Loop
+from weft.engine.measure_host_cost import SubmitTimes, measure_host_cost
 from weft.engine.options import EngineOptions
+from weft.engine.run_calibration import calibrate
 from weft.engine.structured import Grammars
 from weft.errors import EngineError, OptionError
 from weft.kv.spec import KVSpec
@@ -65,12 +65,14 @@ def build_engine(
     done("weights")
     num_blocks = _prepare(options, executor, longest, done)
     max_model_len = _fit_context(options, longest, num_blocks)
-    promises = None
+    calibrated_targets = None
     if options.has_targets:
-        promises = _promises(options, _calibration(options, path, executor, num_blocks, max_model_len))
+        calibrated_targets = _calibrated_targets(
+            options, _calibration(options, path, executor, num_blocks, max_model_len)
+        )
         done("calibration")
     scheduler = Scheduler(
-        policy=_policy(options, promises, is_served),
+        policy=_policy(options, calibrated_targets, is_served),
         num_blocks=num_blocks,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
@@ -86,7 +88,7 @@ def build_engine(
         eos_ids=eos_ids,
         max_model_len=max_model_len,
         seed=options.seed,
-        promises=promises,
+        calibrated_targets=calibrated_targets,
         grammars=Grammars(path, config.vocab_size, eos_ids),
         hidden_size=config.hidden_size,
         block_space=block_space(path, config, executor.facts, load_format=options.load_format, max_model_len=longest),
@@ -127,12 +129,12 @@ def _prepare(options: EngineOptions, executor: Executor, longest: int, done: Cal
     """Takes an executor to its first step. Returns the number of blocks of its KV cache."""
     facts = executor.facts
     is_gpu = facts.device_type == "cuda"
-    memory = executor.measure()
+    memory = executor.measure_memory()
     if is_gpu:
         done("largest steps")
     num_blocks = _num_blocks(facts, _kv_memory(options, facts.device_type, memory))
     _fit_context(options, longest, num_blocks)
-    executor.allocate(KVSpec(facts.layout, num_blocks))
+    executor.allocate_kv_cache(KVSpec(facts.layout, num_blocks))
     done("KV cache")
     with work_progress("capturing graphs", 1000, is_gpu and sys.stderr.isatty()) as advance:
         executor.warm_up(lambda ready, of: advance(1000 * ready // of))
@@ -179,7 +181,7 @@ def _measure(executor: Executor, limits: dict[str, Any], seconds: float) -> Cali
         return calibrate(executor, seconds=seconds, progress=lambda share: advance(int(1000 * share)), **limits)
 
 
-def _promises(options: EngineOptions, calibration: Calibration) -> Promises:
+def _calibrated_targets(options: EngineOptions, calibration: Calibration) -> CalibratedTargets:
     """The operator's targets. Missing ones get defaults if `default_targets` is set."""
     least = options.min_gap_target_ms
     gap, gap_source = math.inf, Source.DEFAULT
@@ -205,16 +207,16 @@ def _promises(options: EngineOptions, calibration: Calibration) -> Promises:
         ttft_source=ttft_source,
         min_gap=min_gap,
     )
-    return Promises(targets, calibration)
+    return CalibratedTargets(targets, calibration)
 
 
-def _policy(options: EngineOptions, promises: Promises | None, is_served: bool) -> Policy:
+def _policy(options: EngineOptions, calibrated_targets: CalibratedTargets | None, is_served: bool) -> Policy:
     if options.policy == "monolithic":
         return monolithic(options.max_num_batched_tokens)
-    if promises is None:  # slo too: without targets it has nothing to size a step by
+    if calibrated_targets is None:  # slo too: without targets it has nothing to size a step by
         return chunked(options.max_num_batched_tokens)
-    found = promises.calibration
-    host = measure_host(
+    found = calibrated_targets.calibration
+    host = measure_host_cost(
         found.coefficients, SubmitTimes(found.submit, found.submit_prefill), found.wake, is_served=is_served
     )
     cost = CostModel(found.coefficients, found.mean, min(found.spread, MOST_SPREAD), host=host)

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core import StepBatch
-from weft.engine.container import available_memory
-from weft.engine.device import facts_of
+from weft.engine.cgroup_memory import available_memory
 from weft.engine.executor import Bytes, DeviceMemory, StepInputs, StepMasks, StepResult
+from weft.engine.executor_facts import facts_of
 from weft.engine.pooling import Pooler
 from weft.engine.sampling import Sampler
 from weft.kernels.reference import ReferenceAttention
@@ -48,22 +48,22 @@ class CpuExecutor:
         self.device = device
         self.clock = clock
         self.facts = facts_of(model, device, block_size, grain=GRAIN)
-        self.kv = KVPool(KVSpec(self.facts.layout, 0), device)  # until `allocate`
+        self.kv = KVPool(KVSpec(self.facts.layout, 0), device)  # until `allocate_kv_cache`
         self.sampler = Sampler(slots, config.vocab_size, device)
         self.pooler = Pooler()
         self._max_model_len = max_model_len
-        self._tables = torch.zeros((slots, 0), dtype=torch.int64, device=device)  # until `allocate`
+        self._block_tables = torch.zeros((slots, 0), dtype=torch.int64, device=device)  # until `allocate_kv_cache`
         self._last_token = torch.zeros(slots, dtype=torch.int64, device=device)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-executor")
 
-    def measure(self) -> DeviceMemory:
+    def measure_memory(self) -> DeviceMemory:
         free = available_memory()
         return DeviceMemory(total=free, free=free, reserved=0)
 
-    def allocate(self, spec: KVSpec) -> None:
+    def allocate_kv_cache(self, spec: KVSpec) -> None:
         self.kv = KVPool(spec, self.device)
         blocks = min(spec.num_blocks, -(-self._max_model_len // spec.layout.block_size))  # of the longest request
-        self._tables = self._tables.new_zeros((len(self._tables), blocks))
+        self._block_tables = self._block_tables.new_zeros((len(self._block_tables), blocks))
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
         """Does nothing: the first steps on a CPU take hardly longer than others."""
@@ -77,8 +77,8 @@ class CpuExecutor:
     def write_blocks(self, blocks: Sequence[int], data: Bytes) -> Future[None]:
         return self._worker.submit(self._write, blocks, data)
 
-    def fill(self) -> None:
-        self.kv.fill()
+    def fill_kv_cache_with_noise(self) -> None:
+        self.kv.fill_with_noise()
 
     def close(self) -> None:
         self._worker.shutdown()
@@ -100,7 +100,7 @@ class CpuExecutor:
             self.sampler.setup(setup)
             self.pooler.setup(setup)
         slots = self._upload(batch.slots)
-        self._update_tables(batch)
+        self._update_block_tables(batch)
         hidden = self._forward(batch, inputs, slots)
 
         ends = np.cumsum(batch.count)
@@ -109,23 +109,23 @@ class CpuExecutor:
         sampling, positions = batch.slots[rows], batch.first[rows] + batch.count[rows]
         tokens = self.sampler.sample(logits, sampling, positions, masks)
         self._last_token[slots[self._upload(rows)]] = tokens
-        asking = self.sampler.asking(sampling)
-        index = self._upload(asking)
-        described = self.sampler.describe(logits[index], tokens[index], sampling[asking]).read()
+        with_logprobs = self.sampler.rows_with_logprobs(sampling)
+        index = self._upload(with_logprobs)
+        logprobs = self.sampler.compute_logprobs(logits[index], tokens[index], sampling[with_logprobs]).read()
         prompt_logprobs = {
-            row: self.sampler.describe_prompt(
+            row: self.sampler.compute_prompt_logprobs(
                 self.model.logits, hidden[ends[row] - batch.count[row] : ends[row]], slot, int(batch.first[row])
             ).read()
             for row, slot in enumerate(batch.slots.tolist())
-            if row >= batch.num_decodes and self.sampler.wants_prompt(slot)
+            if row >= batch.num_decodes and self.sampler.wants_prompt_logprobs(slot)
         }
         return StepResult(
             tokens=tokens.tolist(),
             started=started,
             finished=self.clock(),
-            logprobs=dict(zip(rows[asking].tolist(), described, strict=True)),
+            logprobs=dict(zip(rows[with_logprobs].tolist(), logprobs, strict=True)),
             prompt_logprobs=prompt_logprobs,
-            embeddings=self.pooler.take(batch, hidden).read() if self.pooler.pools(batch) else {},
+            embeddings=self.pooler.pool(batch, hidden).read() if self.pooler.has_pooling(batch) else {},
         )
 
     def _forward(self, batch: StepBatch, inputs: StepInputs, slots: Tensor) -> Tensor:
@@ -137,22 +137,22 @@ class CpuExecutor:
         positions = np.arange(batch.num_tokens) + np.repeat(batch.first - offsets, batch.count)
         where = self._upload(positions)
         size = self.kv.block_size
-        filled = where
+        padded = where
         if batch.num_tokens > batch.num_decodes:
-            filled = F.pad(where, (0, -batch.num_tokens % GRAIN))
+            padded = F.pad(where, (0, -batch.num_tokens % GRAIN))
             token_ids = F.pad(token_ids, (0, -batch.num_tokens % GRAIN))
-        row_of_token = self._upload(np.repeat(batch.slots, batch.count))
-        places = self._tables[row_of_token, where // size] * size + where % size
+        slot_of_token = self._upload(np.repeat(batch.slots, batch.count))
+        kv_indices = self._block_tables[slot_of_token, where // size] * size + where % size
         width = int((batch.first + batch.count).max() - 1) // size + 1  # blocks of the longest row
         attend = ReferenceAttention(
-            self.kv, filled, places, self._tables[slots, :width], batch.first, batch.count, batch.num_decodes
+            self.kv, padded, kv_indices, self._block_tables[slots, :width], batch.first, batch.count, batch.num_decodes
         )
         return self.model.forward(token_ids, attend)
 
-    def _update_tables(self, batch: StepBatch) -> None:
+    def _update_block_tables(self, batch: StepBatch) -> None:
         if len(batch.new_blocks.slots):
             slots, columns, blocks = self._upload(np.stack(batch.new_blocks))
-            self._tables[slots, columns] = blocks
+            self._block_tables[slots, columns] = blocks
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,13 +14,13 @@ from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.options import check_milliseconds
 from weft.engine.params import SamplingParams
-from weft.engine.stream import Standing, Stream
+from weft.engine.sequence import SchedulingParams, Sequence
 from weft.engine.structured import Grammars, RequestGrammar
 from weft.errors import EMPTY_PROMPT, OptionError, RequestError
 
 
-class Wishes(NamedTuple):
-    """Scheduling class and targets that a request asks for. The granted ones may differ: see `Engine.standing`."""
+class RequestOptions(NamedTuple):
+    """What a request asks of the scheduler. `Engine.scheduling_params` returns what it gets."""
 
     priority: int = 0  # lower goes first
     tenant: str = ""  # tenants share the engine fairly, counted in tokens
@@ -32,15 +32,15 @@ class Wishes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Promises:
-    """Targets of requests that name none, and the calibrated cost of steps."""
+class CalibratedTargets:
+    """The latency targets of an engine, and the calibration of its step times that makes them keepable."""
 
     targets: Targets
     calibration: Calibration
 
 
 class Engine:
-    """Checks requests and opens their streams. The loop runs them."""
+    """Checks requests and opens their sequences. The loop runs them."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class Engine:
         eos_ids: tuple[int, ...],
         max_model_len: int,
         seed: int | None,
-        promises: Promises | None = None,
+        calibrated_targets: CalibratedTargets | None = None,
         grammars: Grammars | None = None,
         hidden_size: int = 0,
         block_space: bytes = b"",
     ) -> None:
         self.loop = loop
         self.grammars = grammars  # None: no structured output
-        self.promises = promises  # None: no targets
+        self.calibrated_targets = calibrated_targets  # None: no targets
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size  # length of an embedding
         self.block_space = block_space  # see fingerprint.py
@@ -66,69 +66,91 @@ class Engine:
         self._random = random.Random(seed)
         self._numbers = itertools.count()
 
-    def open_streams(
-        self, prompt: Sequence[int], params: SamplingParams, *, wishes: Wishes | None = None, salt: str = ""
-    ) -> list[Stream]:
-        """Checks a request and returns its `params.n` streams. Nothing runs before `loop.add`.
+    def create_sequences(
+        self,
+        prompt: abc.Sequence[int],
+        params: SamplingParams,
+        *,
+        options: RequestOptions | None = None,
+        salt: str = "",
+    ) -> list[Sequence]:
+        """Checks a request and returns its `params.n` sequences. Nothing runs before `loop.add`.
 
         A new structure is tried out here, which takes milliseconds. `grammars.check` can do that in advance, on another
         thread.
         """
         tokens = self._checked(prompt)
         params.check_vocabulary(self.vocab_size)
-        standing = self.standing(wishes or Wishes(), len(tokens), params.structured_outputs is not None)
+        constrained = params.structured_outputs is not None
+        scheduling = self.scheduling_params(options or RequestOptions(), len(tokens), constrained)
         grammars = self._grammars(params)
         room = self.max_model_len - len(tokens)
         number = next(self._numbers)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         root = root_hash(salt, self.block_space)
         hashes = prompt_hashes(root, tokens, self.loop.scheduler.block_size)
-        # Only the first stream reports prompt log probabilities, so the others can use the prefix cache.
+        # Only the first sequence reports prompt log probabilities, so the others can use the prefix cache.
         silent = replace(params, prompt_logprobs=None)
         return [
-            Stream.open(
+            Sequence.create(
                 f"{number:08d}-{index}",
                 tokens,
                 silent if index else params,
-                seed=seed + index * 0x9E3779B97F4A7C15,  # independent noise for each of the n streams
+                seed=seed + index * 0x9E3779B97F4A7C15,  # independent noise for each of the n sequences
                 max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
                 eos_ids=self.eos_ids,
                 root=root,
                 hashes=hashes,
                 arrival=self.loop.clock(),
-                standing=standing,
+                scheduling=scheduling,
                 grammar=grammar,
                 sibling=index > 0,
             )
             for index, grammar in enumerate(grammars)
         ]
 
-    def standing(self, wishes: Wishes, prompt_tokens: int, constrained: bool = False) -> Standing:
-        """Returns the class and the targets that a request gets. Raises a RequestError on invalid wishes."""
-        priority, tenant, precedence, batch, gap_ms, ttft_ms, user = wishes
-        for name, number in (("priority", priority), ("precedence", precedence)):
+    def scheduling_params(
+        self, options: RequestOptions, prompt_tokens: int, constrained: bool = False
+    ) -> SchedulingParams:
+        """Returns the class and the targets that a request gets. Raises a RequestError on invalid options."""
+        for name, number in (("priority", options.priority), ("precedence", options.precedence)):
             if isinstance(number, bool) or not isinstance(number, int):
                 raise RequestError(f"{name}={number!r} must be a whole number; lower goes first")
-        asked = {"gap_target_ms": gap_ms, "ttft_target_ms": ttft_ms}
-        for name, value in asked.items():
+        ttft_ms, gap_ms = options.ttft_target_ms, options.gap_target_ms
+        for name, value in (("gap_target_ms", gap_ms), ("ttft_target_ms", ttft_ms)):
             if value is None:
                 continue
             try:
                 check_milliseconds(name, value)
             except OptionError as error:
                 raise RequestError(str(error)) from None
-            if batch or self.promises is None:
-                why = "a batch request" if batch else "an engine that was started without targets"
+            if options.batch or self.calibrated_targets is None:
+                why = "a batch request" if options.batch else "an engine that was started without targets"
                 raise RequestError(f"{name}={value:g}: {why} promises nothing; leave the target out")
-        if batch or self.promises is None:
-            return Standing(priority, tenant, precedence, batch, user=user)
-        own_ttft = None if ttft_ms is None else ttft_ms / 1000
-        own_gap = None if gap_ms is None else gap_ms / 1000
-        promise = self.promises.targets.promise(prompt_tokens, own_ttft, own_gap, constrained)
-        ttft, ttft_source, gap, gap_source, wish = promise
-        return Standing(priority, tenant, precedence, batch, ttft, gap, ttft_source, gap_source, wish, user)
+        params = SchedulingParams(
+            priority=options.priority,
+            tenant=options.tenant,
+            precedence=options.precedence,
+            batch=options.batch,
+            user=options.user,
+        )
+        if options.batch or self.calibrated_targets is None:
+            return params
+        promise = self.calibrated_targets.targets.promise(
+            prompt_tokens,
+            ttft=None if ttft_ms is None else ttft_ms / 1000,
+            gap=None if gap_ms is None else gap_ms / 1000,
+            constrained=constrained,
+        )
+        return params._replace(
+            ttft_target=promise.ttft,
+            ttft_source=promise.ttft_source,
+            gap_target=promise.gap,
+            gap_source=promise.gap_source,
+            gap_wish=promise.gap_wish,
+        )
 
-    def _grammars(self, params: SamplingParams) -> Sequence[RequestGrammar | None]:
+    def _grammars(self, params: SamplingParams) -> abc.Sequence[RequestGrammar | None]:
         """One grammar (or None) for each of the n completions."""
         if params.structured_outputs is None:
             return [None] * params.n
@@ -136,8 +158,8 @@ class Engine:
             raise RequestError("structured_outputs: this engine has no tokens to spell it with; leave it out")
         return self.grammars.compile(params.structured_outputs, params.n)
 
-    def _checked(self, prompt: Sequence[int]) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
-        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, str | bytes):
+    def _checked(self, prompt: abc.Sequence[int]) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
+        if not isinstance(prompt, abc.Sequence | np.ndarray) or isinstance(prompt, str | bytes):
             raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r}")
         if len(prompt) == 0:
             raise RequestError(EMPTY_PROMPT)

@@ -1,7 +1,7 @@
-"""The executor: a worker that runs steps, on a device, in another process or in virtual time. This is its protocol.
+"""Executor: the protocol of a worker that runs steps, on a device, in another process or in virtual time.
 
-Its life: `measure` the memory, `allocate` a KV cache, `warm_up`, `submit` steps and copy blocks, `close`. Everything
-that crosses this boundary is numbers, names and bytes, so that it can be sent (engine/wire.py).
+Its life: `measure_memory`, `allocate_kv_cache`, `warm_up`, `submit` steps and copy blocks, `close`. Everything that
+crosses this boundary is numbers, names and bytes, so that it can be sent (engine/wire.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Bytes = NDArray[np.uint8]
 
 
 class SlotSetup(NamedTuple):
-    """What an executor must know about a request that takes a slot."""
+    """What an executor must know about a request that gets a slot: for the first time, or after a preemption."""
 
     slot: int
     params: SamplingParams
@@ -30,17 +30,17 @@ class SlotSetup(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """The token values for a batch. Decode rows have none: their input is the last sampled token, on the device."""
+    """The token ids for a batch. Decode rows have none: their input is the last sampled token, on the device."""
 
     prefill_tokens: NDArray[np.int32]  # of the batch's prefill rows, concatenated
-    setups: list[SlotSetup]
+    setups: list[SlotSetup]  # of requests that got a slot since the batch before
 
 
 class StepMasks(NamedTuple):
     """Tokens that grammars allow in a step. Not part of StepInputs, as they depend on the last sampled tokens."""
 
-    places: NDArray[np.int64]  # indices into the rows of the step that sample
-    bits: NDArray[np.int32]  # [places, words], one bit per token, lowest bit first
+    rows: NDArray[np.int64]  # which of the step's sampled rows have a mask
+    bits: NDArray[np.int32]  # [rows, words], one bit per token, lowest bit first
 
 
 class TokenLogprobs(NamedTuple):
@@ -64,7 +64,7 @@ class StepResult:
 
 
 class ExecutorFacts(NamedTuple):
-    """What an engine must know about an executor. Nothing of it changes."""
+    """Constant properties of an executor."""
 
     device: str  # its name
     device_type: str  # "cpu", "cuda" or "virtual"
@@ -72,7 +72,7 @@ class ExecutorFacts(NamedTuple):
     vocab_size: int
     dtypes: str  # of the model's numbers
     ahead: bool = False  # prepares a step while the step before runs
-    grain: int = 1  # tokens: a step with prefill takes as long as one padded to the next multiple of this
+    grain: int = 1  # steps with prefill are padded to a multiple of this many tokens
     wave: int = 0  # queries of a prefill slice that read the context in one pass; 0: all
 
 
@@ -80,8 +80,8 @@ class DeviceMemory(NamedTuple):
     """Bytes of memory of an executor's device."""
 
     total: int
-    free: int  # for the KV cache and for what comes later, beside the weights and the largest step
-    reserved: int  # of `free`, what the executor itself allocates after the KV cache
+    free: int  # left after loading the weights and running the largest step
+    reserved: int  # the part of `free` that the KV cache must not use, because the executor allocates it later
 
 
 class PendingStep(Protocol):
@@ -106,22 +106,24 @@ class Executor(Protocol):
     @property
     def facts(self) -> ExecutorFacts: ...
 
-    def measure(self) -> DeviceMemory:
-        """Returns the memory that the KV cache can be allocated from. A GPU runs its largest step before."""
+    def measure_memory(self) -> DeviceMemory:
+        """Returns the memory that the KV cache can be allocated from.
+
+        On a GPU, runs the largest possible step first, to find its peak memory."""
         ...
 
-    def allocate(self, spec: KVSpec) -> None:
-        """Allocates the KV cache. It replaces an earlier one, whose contents are lost."""
+    def allocate_kv_cache(self, spec: KVSpec) -> None:
+        """Allocates the KV cache. It replaces an earlier one, and the contents of that are lost."""
         ...
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
-        """Prepares everything that would delay the first steps. `progress` gets the parts that are done, and all."""
+        """Prepares everything that would delay the first steps. Calls progress(done, total) after each part."""
         ...
 
     def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> PendingStep:
         """Starts a step and returns before its result exists. Steps run in the order of submission.
 
-        The caller must have called `result` on all earlier steps but the last two."""
+        At most two earlier steps may still wait for their `result` call."""
         ...
 
     def read_blocks(self, blocks: Sequence[int]) -> PendingRead:
@@ -132,7 +134,7 @@ class Executor(Protocol):
         """Starts a copy of bytes from `read_blocks` into blocks. Steps that are submitted later see them."""
         ...
 
-    def fill(self) -> None:
+    def fill_kv_cache_with_noise(self) -> None:
         """Fills the KV cache with random numbers, for measurements that read blocks which no step has written."""
         ...
 

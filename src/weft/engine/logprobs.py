@@ -10,13 +10,15 @@ from weft.engine.executor import TokenLogprobs
 NUMBERS = 3  # per row, before the most likely tokens: the token, its rank, its log probability
 
 
-class DescribedPiece(NamedTuple):
+class LogprobsChunk(NamedTuple):
+    """Log probabilities of a few rows. The size of a chunk limits the memory that computing them takes."""
+
     numbers: Tensor  # [N, NUMBERS + 2 * k] int32 on the host; valid once the device has finished the step
     wanted: list[int]  # for each row, how many of the k most likely tokens to report
 
     @classmethod
-    def of(cls, logits: Tensor, tokens: Tensor, wanted: list[int]) -> "DescribedPiece":
-        """Describes one token per row. Does not wait for the logits."""
+    def of(cls, logits: Tensor, tokens: Tensor, wanted: list[int]) -> "LogprobsChunk":
+        """Starts computing the log probabilities of one token per row. Does not wait for the logits."""
         logprobs = torch.log_softmax(logits.float(), -1)
         chosen = logprobs.gather(-1, tokens[:, None].long())
         ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
@@ -38,9 +40,11 @@ class DescribedPiece(NamedTuple):
         return found
 
 
-class Described(NamedTuple):
-    pieces: list[DescribedPiece]
+class PendingLogprobs(NamedTuple):
+    """Log probabilities of rows, in chunks, on their way to the host."""
+
+    chunks: list[LogprobsChunk]
 
     def read(self) -> list[TokenLogprobs]:
         """Returns one result per row. Call it after the device has finished the step."""
-        return [one for piece in self.pieces for one in piece.read()]
+        return [one for chunk in self.chunks for one in chunk.read()]

@@ -1,4 +1,4 @@
-"""The engine loop: plan a step, run it, commit its result. The same loop serves and simulates. Imports no torch."""
+"""StepLoop: plans a step, runs it, commits its result. The same loop serves and simulates. Imports no torch."""
 
 import contextlib
 import time
@@ -8,8 +8,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from weft.core import HostTimes, Outcome, Plan, Request, Scheduler, StepBatch, StepRecord
 from weft.engine.executor import Executor, PendingStep, StepInputs, StepMasks, StepResult
-from weft.engine.stream import Stream
-from weft.engine.streams import StreamTable, TokenEvent
+from weft.engine.sequence import Sequence
+from weft.engine.sequence_table import SequenceTable, TokenEvent
 
 # Before a plan, how long to wait for new grammar masks, as a share of the last step's time. Most masks take 50 us, and
 # the next plan may be due before that. During the wait, the device computes the step in flight.
@@ -20,7 +20,10 @@ Event = TypeVar("Event")
 
 
 class RequestTable(Protocol[Event]):
-    """What a loop needs from the owner of its requests' token values. See StreamTable, which serves."""
+    """What StepLoop calls to get the inputs of a step, and to hand over its result.
+
+    SequenceTable implements it for serving, and the simulator's TraceTable without token ids.
+    """
 
     def wait_for_new_masks(self, seconds: float) -> bool: ...
     def wait_for_a_mask(self, seconds: float) -> None: ...
@@ -29,7 +32,7 @@ class RequestTable(Protocol[Event]):
     def masks(self, batch: StepBatch) -> StepMasks | None: ...
     def refuse(self, requests: list[Request]) -> list[Event]: ...
     def hash_filled(self, batch: StepBatch) -> list[Request]: ...
-    def take(self, plan: Plan, result: StepResult, outcome: Outcome) -> list[Event]: ...
+    def process_result(self, plan: Plan, result: StepResult, outcome: Outcome) -> list[Event]: ...
     def forget(self, finished: list[tuple[Request, str]]) -> None: ...
     def fail(self, now: float) -> None: ...
     def close(self) -> None: ...
@@ -58,7 +61,10 @@ class _AllOrNothing:
 
 
 class StepLoop(Generic[Event]):
-    """Drives one scheduler and one executor. `depth` steps (0 or 1) are in flight while the next is planned."""
+    """Drives one scheduler and one executor: the caller calls `step` as long as `has_work`.
+
+    `depth` steps (0 or 1) are in flight while the next is planned.
+    """
 
     def __init__(
         self,
@@ -77,24 +83,24 @@ class StepLoop(Generic[Event]):
         self.clock = clock
         self.on_record = on_record
         self._in_flight: deque[_InFlight] = deque()
-        self._held: list[Event] = []  # returned by the next `step`
+        self._early_events: list[Event] = []  # events that the next `step` returns first
         self._all_or_nothing = _AllOrNothing(self._fail)
         self.last_seconds = 0.0  # device time of the last step
-        self._left_at: float | None = None  # when the last `step` call returned; None: there was no work left
+        self._returned_at: float | None = None  # when the last `step` call returned; None: there was no work left
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._held) or self.scheduler.has_work
+        return bool(self._in_flight or self._early_events) or self.scheduler.has_work
 
     def step(self) -> list[Event]:
         """Submits the next step if there is one, then commits the oldest step if more than `depth` are in flight.
 
         With nothing to submit, the oldest step in flight is committed. Returns the events since the last call.
         """
-        while len(self._in_flight) > self.depth:  # Ctrl-C interrupted an earlier wait for one of them
-            self._held += self._take_in()
+        while len(self._in_flight) > self.depth:  # more than `depth` remain only if Ctrl-C interrupted an earlier call
+            self._early_events += self._finish_oldest_step()
         began = self.clock()
-        outside = 0.0 if self._left_at is None else began - self._left_at
+        outside = 0.0 if self._returned_at is None else began - self._returned_at
         if self.table.wait_for_new_masks(MASK_SHARE * self.last_seconds if self._in_flight else 0.0):
             began = self.clock()  # waiting does not count as host time
         with self._all_or_nothing:
@@ -109,31 +115,32 @@ class StepLoop(Generic[Event]):
                 times = HostTimes(planned - began, self.clock() - planned, 0.0, outside)
                 self._in_flight.append(_InFlight(plan, pending, times))
             if plan.refused:
-                self._held += self.table.refuse(plan.refused)
-        taken = len(self._in_flight) > self.depth or (batch is None and self._in_flight)
-        if batch is None and not taken:
+                self._early_events += self.table.refuse(plan.refused)
+        finishes_step = len(self._in_flight) > self.depth or (batch is None and len(self._in_flight) > 0)
+        if batch is None and not finishes_step:
             self.table.wait_for_a_mask(IDLE_WAIT)
-        events = self._take_in() if taken else []
-        held, self._held = self._held, []  # only now: Ctrl-C during the wait above must not lose them
-        self._left_at = self.clock() if self.has_work else None
-        return held + events
+        events = self._finish_oldest_step() if finishes_step else []
+        early, self._early_events = self._early_events, []  # only now: Ctrl-C in the wait above must not lose them
+        self._returned_at = self.clock() if self.has_work else None
+        return early + events
 
-    def drain(self) -> None:
-        """Commits the steps in flight without planning more. Their events are lost: end or abort the streams first."""
+    def discard_in_flight(self) -> None:
+        """Commits the steps in flight and plans no more. Their events are lost: end or abort the sequences first."""
         while self._in_flight:
-            self._take_in()
+            self._finish_oldest_step()
 
     def close(self) -> None:
         """Closes the executor and stops the threads. No request may be added afterwards."""
         self.executor.close()
         self.table.close()
 
-    def _take_in(self) -> list[Event]:
+    def _finish_oldest_step(self) -> list[Event]:
+        """Waits for the oldest step in flight and commits it. Returns its events."""
         plan, pending, times = self._in_flight[0]
         assert plan.batch is not None, "only batches are in flight"
         with self._all_or_nothing:
-            # While the device computes: these may be many tokens. The scheduler's batch has the true positions, if the
-            # step before was not accepted in full.
+            # Now, while the device still computes: there may be many tokens to hash. From the scheduler's copy of the
+            # batch, where positions are corrected if the step before did not accept all tokens.
             filled = self.table.hash_filled(self.scheduler.in_flight[0].batch)
         try:
             result = pending.result()  # Ctrl-C here loses nothing: the step stays in flight
@@ -145,7 +152,7 @@ class StepLoop(Generic[Event]):
             self._in_flight.popleft()
             outcome = Outcome(filled=filled, accepted=result.accepted)
             self.last_seconds = result.finished - result.started
-            events = self.table.take(plan, result, outcome)
+            events = self.table.process_result(plan, result, outcome)
             record = self.scheduler.commit(plan.batch, outcome, result.started, result.finished)
             record.host = times._replace(commit=self.clock() - began)
             self.on_record(record)
@@ -164,9 +171,9 @@ class StepLoop(Generic[Event]):
 
 
 class Loop(StepLoop[TokenEvent]):
-    """The loop that serves: its requests are streams of tokens."""
+    """The loop that serves: a StepLoop with a SequenceTable."""
 
-    table: StreamTable
+    table: SequenceTable
 
     def __init__(
         self,
@@ -177,23 +184,23 @@ class Loop(StepLoop[TokenEvent]):
         clock: Callable[[], float] = time.perf_counter,
         on_record: Callable[[StepRecord], None] = lambda record: None,
     ) -> None:
-        super().__init__(scheduler, executor, StreamTable(scheduler), depth=depth, clock=clock, on_record=on_record)
+        super().__init__(scheduler, executor, SequenceTable(scheduler), depth=depth, clock=clock, on_record=on_record)
 
     @property
-    def streams(self) -> dict[str, Stream]:
+    def sequences(self) -> dict[str, Sequence]:
         """Streams that have not ended, by the id of their request."""
-        return self.table.streams
+        return self.table.sequences
 
-    def add(self, stream: Stream) -> None:
-        self.scheduler.add(stream.request)
-        self.table.add(stream)
+    def add(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence.request)
+        self.table.add(sequence)
 
-    def abort(self, stream: Stream, reason: str = "abort") -> None:
-        """Ends a stream now. No later event names it. Does nothing if the stream has ended."""
-        if self.table.remove(stream):
-            self.scheduler.abort(stream.request, reason, self.clock())
+    def abort(self, sequence: Sequence, reason: str = "abort") -> None:
+        """Ends a sequence now. No later event names it. Does nothing if the sequence has ended."""
+        if self.table.remove(sequence):
+            self.scheduler.abort(sequence.request, reason, self.clock())
 
-    def prefilled(self, stream: Stream) -> int:
-        """Number of tokens of a stream with computed keys and values, for progress displays."""
-        slot = stream.request.slot
+    def prefilled(self, sequence: Sequence) -> int:
+        """Number of tokens of a sequence with computed keys and values, for progress displays."""
+        slot = sequence.request.slot
         return int(self.scheduler.slots.computed[slot]) if slot >= 0 else 0

@@ -36,25 +36,25 @@ class Pooler:
         if setup.params.pooling is not None:
             self._kinds[setup.slot] = setup.params.pooling
 
-    def pools(self, batch: StepBatch) -> bool:
+    def has_pooling(self, batch: StepBatch) -> bool:
         """Whether the step has a prefill of a pooling request."""
         return bool(self._kinds) and not self._kinds.keys().isdisjoint(_prefills(batch))
 
-    def sums(self, batch: StepBatch) -> bool:
+    def needs_all_tokens(self, batch: StepBatch) -> bool:
         """Whether the step has a prefill with mean pooling, which needs the hidden states of all its tokens."""
         return bool(self._kinds) and any(self._kinds.get(slot) == "mean" for slot in _prefills(batch))
 
-    def take_last(self, batch: StepBatch, hidden: "Tensor") -> "Pooled":
-        """Like `take`, for steps without mean pooling. `hidden` has only the rows that sample, in order."""
+    def pool_last_tokens(self, batch: StepBatch, hidden: "Tensor") -> "PendingEmbeddings":
+        """Like `pool`, for steps without mean pooling. `hidden` has only the rows that sample, in order."""
         sampling = np.flatnonzero(batch.samples).tolist()
         found = [
-            (row, hidden[place].float())
-            for place, row in enumerate(sampling)
+            (row, hidden[index].float())
+            for index, row in enumerate(sampling)
             if row >= batch.num_decodes and int(batch.slots[row]) in self._kinds
         ]
-        return Pooled([row for row, _ in found], [vector for _, vector in found])
+        return PendingEmbeddings([row for row, _ in found], [vector for _, vector in found])
 
-    def take(self, batch: StepBatch, hidden: "Tensor") -> "Pooled":
+    def pool(self, batch: StepBatch, hidden: "Tensor") -> "PendingEmbeddings":
         """Adds the hidden states [tokens of the step, size] of a step. Returns the embeddings of completed prompts."""
         rows, vectors = [], []
         ends = np.cumsum(batch.count).tolist()
@@ -71,20 +71,20 @@ class Pooler:
                 rows.append(row)
                 length = int(batch.first[row]) + count
                 vectors.append(hidden[end - 1].float() if kind == "last" else self._sums.pop(slot) / length)
-        return Pooled(rows, vectors)
+        return PendingEmbeddings(rows, vectors)
 
 
-class Pooled(NamedTuple):
+class PendingEmbeddings(NamedTuple):
     """Embeddings of a step, on the device or in transfer to the host."""
 
     rows: list[int]
     vectors: "list[Tensor]"
 
-    def sent(self) -> "Pooled":
+    def copied_to_host(self) -> "PendingEmbeddings":
         """Starts a copy to pinned memory, valid once the device has finished the step."""
         import torch
 
-        return Pooled(
+        return PendingEmbeddings(
             self.rows,
             [torch.empty(one.shape, pin_memory=one.is_cuda).copy_(one, non_blocking=True) for one in self.vectors],
         )

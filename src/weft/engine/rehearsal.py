@@ -1,13 +1,13 @@
 """Rehearsal: serves random requests on the real loop, to measure steps as they will be in service.
 
 Steps in service take a different time than the same steps in the survey, which runs them one by one. On a CPU, the next
-step is planned at the same time on the same cores (15 to 25% longer on two cores). But the steps of a lone stream are
+step is planned at the same time on the same cores (15 to 25% longer on two cores). But the steps of a lone sequence are
 alike, so that all their data is in the processor's caches (up to 20% shorter). A GPU reaches its power limit. If
 prompts come in bursts, it cools down between them and is faster at the beginning of each burst.
 """
 
 import math
-from collections.abc import Sequence
+from collections import abc
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from weft.engine.hashing import root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
 from weft.engine.residuals import RunStep
-from weft.engine.stream import Stream
+from weft.engine.sequence import Sequence
 
 PROMPT_SPREAD = 1.0  # standard deviation of the logarithm of a prompt's tokens
 SHORTEST = 16  # tokens of a median prompt; an act with fewer is left out
@@ -29,9 +29,9 @@ FIRST = 4  # first steps of an act, left out because the device was idle before 
 class Act(NamedTuple):
     """The load of one part of the rehearsal."""
 
-    streams: int  # running at once
+    sequences: int  # running at once
     tokens: int  # limit of a step
-    prompt: int  # median tokens; fewer on a slow device, so that all streams start soon
+    prompt: int  # median tokens; fewer on a slow device, so that all sequences start soon
     output: int = 120  # tokens at most
     low: int | None = None  # a burst of new requests comes when only this many run; None: one as each ends
 
@@ -46,10 +46,11 @@ ACTS = (
     Act(160, 768, 120),
 )
 FULL = tuple(  # larger steps, as with `chunked`, of several sizes
-    Act(streams, tokens, 600) for streams, tokens in ((16, 2048), (32, 1152), (48, 1664), (64, 1408), (96, 1920))
+    Act(sequences, tokens, 600) for sequences, tokens in ((16, 2048), (32, 1152), (48, 1664), (64, 1408), (96, 1920))
 )
 BURSTS = tuple(  # some hundred milliseconds of decodes, then as long of prompts
-    Act(streams, tokens, 600, output=60, low=streams // 3) for streams, tokens in ((16, 2048), (24, 768), (48, 2048))
+    Act(sequences, tokens, 600, output=60, low=sequences // 3)
+    for sequences, tokens in ((16, 2048), (24, 768), (48, 2048))
 )
 
 
@@ -62,7 +63,7 @@ def rehearse(
     max_model_len: int,
     max_num_batched_tokens: int,
     speed: float,
-    acts: Sequence[Act],
+    acts: abc.Sequence[Act],
     seconds: float,
 ) -> list[RunStep]:
     """Serves for about `seconds`, divided among the acts, and returns the steps.
@@ -72,8 +73,8 @@ def rehearse(
     random = np.random.default_rng(2)
     found: list[RunStep] = []
     tokens = speed * STARTING * seconds / len(acts) / np.exp(PROMPT_SPREAD**2 / 2)  # of all first prompts of an act
-    acts = [act._replace(prompt=min(act.prompt, int(tokens / act.streams))) for act in acts]
-    acts = [act for act in acts if act.streams <= max_num_seqs and act.prompt >= SHORTEST]
+    acts = [act._replace(prompt=min(act.prompt, int(tokens / act.sequences))) for act in acts]
+    acts = [act for act in acts if act.sequences <= max_num_seqs and act.prompt >= SHORTEST]
     acts = acts or [Act(1, max_num_batched_tokens, SHORTEST)]
     for act in acts:
         records: list[StepRecord] = []
@@ -88,14 +89,14 @@ def rehearse(
         loop = Loop(scheduler, executor, on_record=records.append)
         opened = 0
         while not records or records[-1].finished - records[0].started < seconds / len(acts):
-            is_low = act.low is None or len(loop.streams) <= act.low
-            while is_low and len(loop.streams) < act.streams:
-                loop.add(_stream(opened, act, max_model_len, executor.facts.vocab_size, random))
+            is_low = act.low is None or len(loop.sequences) <= act.low
+            while is_low and len(loop.sequences) < act.sequences:
+                loop.add(_sequence(opened, act, max_model_len, executor.facts.vocab_size, random))
                 opened += 1
             loop.step()
-        for stream in list(loop.streams.values()):
-            loop.abort(stream)
-        loop.drain()
+        for sequence in list(loop.sequences.values()):
+            loop.abort(sequence)
+        loop.discard_in_flight()
         before = -math.inf
         for record in records[FIRST:]:
             found.append(RunStep(record.shape, record.finished - record.started, max(0.0, record.started - before)))
@@ -103,11 +104,11 @@ def rehearse(
     return found
 
 
-def _stream(number: int, act: Act, max_model_len: int, vocab_size: int, random: np.random.Generator) -> Stream:
+def _sequence(number: int, act: Act, max_model_len: int, vocab_size: int, random: np.random.Generator) -> Sequence:
     output = int(random.integers(1, 1 + min(act.output, max(1, max_model_len // 4))))
     length = int(random.lognormal(np.log(act.prompt), PROMPT_SPREAD))
     prompt = random.integers(vocab_size, size=max(1, min(length, max_model_len - output)), dtype=np.int32)
-    return Stream.open(
+    return Sequence.create(
         f"{number:09d}",
         prompt,
         SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True),

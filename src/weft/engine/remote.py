@@ -1,5 +1,7 @@
 """An executor in another process, behind a socket: RemoteExecutor is the client, `serve_executor` the server.
 
+`weft serve` and `weft.LLM` do not use it.
+
 Requests are numbered, and answers come in the order of the requests. Threads send and receive, so that an interrupt of
 the caller (Ctrl-C) leaves no half message, and results may be waited for in any thread.
 
@@ -38,7 +40,7 @@ from weft.kv.spec import KVSpec
 
 HEADER = struct.Struct(">QQ?")  # in front of every message: bytes that follow, number of the request, whether it failed
 MAX_MESSAGE_BYTES = 1 << 34
-COPIED = 1 << 16  # bytes; smaller messages are copied behind their header
+JOINED_BYTES = 1 << 16  # smaller messages are copied behind their header and sent together with it
 GONE = "the connection to the executor's process is closed"
 
 
@@ -46,11 +48,11 @@ class GetFacts(msgspec.Struct, tag=True):
     pass
 
 
-class Measure(msgspec.Struct, tag=True):
+class MeasureMemory(msgspec.Struct, tag=True):
     pass
 
 
-class Allocate(msgspec.Struct, tag=True):
+class AllocateKVCache(msgspec.Struct, tag=True):
     spec: KVSpec
 
 
@@ -73,7 +75,7 @@ class WriteBlocks(msgspec.Struct, tag=True):
     data: Bytes
 
 
-class FillCache(msgspec.Struct, tag=True):
+class FillKVCacheWithNoise(msgspec.Struct, tag=True):
     pass
 
 
@@ -81,16 +83,26 @@ class Close(msgspec.Struct, tag=True):
     pass
 
 
-Message = GetFacts | Measure | Allocate | WarmUp | Submit | ReadBlocks | WriteBlocks | FillCache | Close
+Message = (
+    GetFacts
+    | MeasureMemory
+    | AllocateKVCache
+    | WarmUp
+    | Submit
+    | ReadBlocks
+    | WriteBlocks
+    | FillKVCacheWithNoise
+    | Close
+)
 
 
 class RemoteExecutor:
-    """Speaks to an executor behind a connected socket. Owns the socket."""
+    """The client of an executor in another process. Owns the connected socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()  # for the two below
-        self._asked = 0  # requests so far
+        self._num_requests = 0  # so far
         # Requests without an answer, by number, with the type of the result. None: the connection is closed.
         self._open: dict[int, tuple[Future[Any], Any]] | None = {}
         self._sending: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
@@ -102,12 +114,12 @@ class RemoteExecutor:
             self._end()
             raise
 
-    def measure(self) -> DeviceMemory:
-        found: DeviceMemory = self._ask(Measure(), DeviceMemory).result()
+    def measure_memory(self) -> DeviceMemory:
+        found: DeviceMemory = self._ask(MeasureMemory(), DeviceMemory).result()
         return found
 
-    def allocate(self, spec: KVSpec) -> None:
-        self._ask(Allocate(spec), None).result()
+    def allocate_kv_cache(self, spec: KVSpec) -> None:
+        self._ask(AllocateKVCache(spec), None).result()
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
         """`progress` is called at the end only."""
@@ -123,8 +135,8 @@ class RemoteExecutor:
     def write_blocks(self, blocks: Sequence[int], data: Bytes) -> PendingWrite:
         return self._ask(WriteBlocks(list(blocks), data), None)
 
-    def fill(self) -> None:
-        self._ask(FillCache(), None).result()
+    def fill_kv_cache_with_noise(self) -> None:
+        self._ask(FillKVCacheWithNoise(), None).result()
 
     def close(self) -> None:
         try:
@@ -138,9 +150,9 @@ class RemoteExecutor:
         with self._lock:
             if self._open is None:
                 raise EngineError(GONE)
-            self._asked += 1
-            self._open[self._asked] = found, kind
-            self._sending.put((self._asked, data))
+            self._num_requests += 1
+            self._open[self._num_requests] = found, kind
+            self._sending.put((self._num_requests, data))
         return found
 
     def _send(self) -> None:
@@ -215,14 +227,14 @@ def _start(executor: Executor, message: Message) -> Callable[[], Any]:
                 return executor.write_blocks(blocks, data).result
             case GetFacts():
                 return partial(_result, executor.facts)
-            case Measure():
-                return partial(_result, executor.measure())
-            case Allocate(spec):
-                executor.allocate(spec)
+            case MeasureMemory():
+                return partial(_result, executor.measure_memory())
+            case AllocateKVCache(spec):
+                executor.allocate_kv_cache(spec)
             case WarmUp():
                 executor.warm_up()
-            case FillCache():
-                executor.fill()
+            case FillKVCacheWithNoise():
+                executor.fill_kv_cache_with_noise()
             case Close():
                 executor.close()
     except Exception as error:
@@ -252,7 +264,7 @@ def _answer(answers: "SimpleQueue[tuple[int, Callable[[], Any]] | None]", connec
 
 def _send(connection: socket.socket, number: int, data: bytes, *, failed: bool = False) -> None:
     head = HEADER.pack(len(data), number, failed)
-    if len(data) < COPIED:
+    if len(data) < JOINED_BYTES:
         connection.sendall(head + data)  # two packets would wait for each other
     else:
         connection.sendall(head)

@@ -1,5 +1,7 @@
-"""Sampling: takes a batch of logits, returns one token per row. A row's token depends on its logits, parameters, seed
-and position, never on other rows.
+"""Sampler: samples one token per row from logits. A row's token depends on its logits, parameters, seed and position,
+never on other rows.
+
+On a CPU, `Sampler.sample` does all of it. On a GPU, the executor samples with kernels/draw.py, and uses the rest.
 """
 
 from collections.abc import Callable
@@ -12,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.engine.executor import SlotSetup, StepMasks
-from weft.engine.logprobs import Described, DescribedPiece
+from weft.engine.logprobs import LogprobsChunk, PendingLogprobs
 from weft.models.layers import wide
 
-PIECE = 1 << 24  # most elements (rows x vocabulary) that sorting and log probabilities process at once: 64 MB
+CHUNK_ELEMENTS = 1 << 24  # most elements (rows x vocabulary) that sorting and logprobs process at once: 64 MB
 
 
 class Sampler:
@@ -31,14 +33,14 @@ class Sampler:
         self.seed = np.zeros(slots, np.uint64)
         # The same for kernels: temperature, lower and upper half of the seed, top_k, top_p, logarithm of min_p.
         # Fractional numbers are stored as the bits of a float32.
-        self.drawing = np.zeros((6, slots), np.int32)
+        self.kernel_params = np.zeros((6, slots), np.int32)
         self.logprobs = np.full(slots, -1, np.int64)  # -1: none
         self.prompt_logprobs = np.full(slots, -1, np.int64)
         self.penalties = np.zeros((slots, 3), np.float64)  # repetition, frequency, presence
         self.min_position = np.zeros(slots, np.int64)  # before this position the slot's stop ids are banned
         self._biased = np.zeros(slots, np.bool_)
-        self._cut = np.zeros(slots, np.bool_)
-        self._edited = np.zeros(slots, np.bool_)  # always draws from edited logits: bias, penalties, allowed tokens
+        self._truncated = np.zeros(slots, np.bool_)  # uses top_k, top_p or min_p
+        self._edited = np.zeros(slots, np.bool_)  # always samples from edited logits: bias, penalties, allowed tokens
         self._restricted = np.zeros(slots, np.bool_)
         self._allowed: dict[int, NDArray[np.int64]] = {}  # tokens of restricted slots
         self._biases: dict[int, _TokenValues] = {}
@@ -55,7 +57,7 @@ class Sampler:
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.seed[slot] = np.uint64(setup.seed & (2**64 - 1))
-        self.drawing[:, slot] = self._drawing(slot)
+        self.kernel_params[:, slot] = self._kernel_params(slot)
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.penalties[slot] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
@@ -75,35 +77,36 @@ class Sampler:
         if params.prompt_logprobs is not None:
             self._prompts[slot] = setup.prompt
         if params.has_penalties:
-            self._history.open(slot, setup.prompt, setup.output)
+            self._history.activate(slot, setup.prompt, setup.output)
         else:
-            self._history.close(slot)
-        is_cut = self.top_k[slot] > 0 or params.top_p < 1 or params.min_p > 0
-        self._cut[slot] = is_cut and self.temperature[slot] > 0  # greedy: the most likely token is never cut
+            self._history.deactivate(slot)
+        is_truncated = self.top_k[slot] > 0 or params.top_p < 1 or params.min_p > 0
+        self._truncated[slot] = is_truncated and self.temperature[slot] > 0  # greedy: the most likely token stays
         self._edited[slot] = params.has_penalties or bool(params.logit_bias) or allowed is not None
 
-    def _drawing(self, slot: int) -> NDArray[np.int32]:
-        floor = np.log(self.min_p[slot]) if self.min_p[slot] > 0 else -np.inf
+    def _kernel_params(self, slot: int) -> NDArray[np.int32]:
+        log_min_p = np.log(self.min_p[slot]) if self.min_p[slot] > 0 else -np.inf
         top_p = self.top_p[slot] if self.top_p[slot] < 1 else 2.0
-        heat, top_p, floor = np.array([self.temperature[slot], top_p, floor], np.float32).view(np.int32)
+        temperature, top_p, log_min_p = np.array([self.temperature[slot], top_p, log_min_p], np.float32).view(np.int32)
         low, high = self.seed[slot : slot + 1].view(np.int32)  # little-endian
-        return np.array([heat, low, high, self.top_k[slot] or np.iinfo(np.int32).max, top_p, floor], np.int32)
+        top_k = self.top_k[slot] or np.iinfo(np.int32).max
+        return np.array([temperature, low, high, top_k, top_p, log_min_p], np.int32)
 
     def close(self) -> None:
         self._history = _History(0, self.vocab_size, self.device)  # frees memory, even if self stays referenced
 
     @property
-    def untaken(self) -> int:
-        """Device bytes that are allocated when the first request asks for penalties."""
-        return self._history.untaken
+    def later_bytes(self) -> int:
+        """Device memory that is allocated later, when the first request asks for penalties."""
+        return self._history.later_bytes
 
     def edits(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
-        """Whether a row draws from edited logits, even without a grammar mask. `positions` are of the new tokens."""
+        """Whether a row samples from edited logits, even without a grammar mask. `positions` are of the new tokens."""
         return bool((self._edited[slots] | (positions < self.min_position[slots])).any())
 
-    def cuts(self, slots: NDArray[np.int64]) -> bool:
+    def uses_truncation(self, slots: NDArray[np.int64]) -> bool:
         """Whether a row uses top_k, top_p or min_p. A greedy row does not."""
-        return bool(self._cut[slots].any())
+        return bool(self._truncated[slots].any())
 
     def sample(
         self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64], masks: StepMasks | None = None
@@ -111,53 +114,53 @@ class Sampler:
         """Returns one token per row, for `positions`, from raw logits [rows, vocab]. Does not change the logits."""
         logits = self.edit(logits, slots, positions, masks)
         greedy = not self.temperature[slots].any()
-        tokens = logits.argmax(-1) if greedy else self._draw(logits, slots, positions)
-        self.note(slots, tokens)
+        tokens = logits.argmax(-1) if greedy else self._sample(logits, slots, positions)
+        self.note_tokens(slots, tokens)
         return tokens
 
-    def note(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
-        """Records drawn tokens for later penalties."""
+    def note_tokens(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
+        """Records sampled tokens for later penalties."""
         penalised = np.flatnonzero(self._history.active[slots])
         if len(penalised):
             self._history.append(penalised, slots[penalised], tokens)
 
-    def rehearse(self, logits: Tensor) -> None:
+    def warm_up_kernels(self, logits: Tensor) -> None:
         """Runs log probabilities and penalties on dummy rows, so that a GPU compiles kernels now and not in service."""
-        first = self._pieces(len(logits))[0]
+        first = self._row_chunks(len(logits))[0]
         tokens = torch.zeros(len(logits), dtype=torch.int32, device=self.device)
-        DescribedPiece.of(logits[first], tokens[first], [1] * (first.stop - first.start))
-        self._history.rehearse(logits, tokens)
+        LogprobsChunk.of(logits[first], tokens[first], [1] * (first.stop - first.start))
+        self._history.warm_up_kernels(logits, tokens)
 
-    def asking(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indices of the slots that want log probabilities."""
+    def rows_with_logprobs(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indices of the slots that want log probabilities of sampled tokens."""
         return np.flatnonzero(self.logprobs[slots] >= 0)
 
-    def describe(self, logits: Tensor, tokens: Tensor, slots: NDArray[np.int64]) -> Described:
+    def compute_logprobs(self, logits: Tensor, tokens: Tensor, slots: NDArray[np.int64]) -> PendingLogprobs:
         """Log probabilities of sampled tokens, from unedited logits. All `slots` must want them."""
         wanted = self.logprobs[slots].tolist()
-        return Described(
-            [DescribedPiece.of(logits[piece], tokens[piece], wanted[piece]) for piece in self._pieces(len(tokens))]
+        return PendingLogprobs(
+            [LogprobsChunk.of(logits[rows], tokens[rows], wanted[rows]) for rows in self._row_chunks(len(tokens))]
         )
 
-    def wants_prompt(self, slot: int) -> bool:
+    def wants_prompt_logprobs(self, slot: int) -> bool:
         return bool(self.prompt_logprobs[slot] >= 0)
 
-    def describe_prompt(
+    def compute_prompt_logprobs(
         self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor, slot: int, first: int
-    ) -> Described:
+    ) -> PendingLogprobs:
         """Log probabilities of the prompt tokens at first+1, first+2, ... from the hidden states at first, ..."""
         targets = self._prompts[slot][first + 1 : first + 1 + len(hidden)].astype(np.int64)
         wanted = [int(self.prompt_logprobs[slot])] * len(targets)
-        return Described(
+        return PendingLogprobs(
             [
-                DescribedPiece.of(to_logits(hidden[piece]), upload(targets[piece], self.device), wanted[piece])
-                for piece in self._pieces(len(targets))
+                LogprobsChunk.of(to_logits(hidden[rows]), upload(targets[rows], self.device), wanted[rows])
+                for rows in self._row_chunks(len(targets))
             ]
         )
 
-    def _pieces(self, rows: int) -> list[slice]:
-        """Splits rows into pieces of at most PIECE elements: intermediate results take many times their memory."""
-        most = max(1, PIECE // self.vocab_size)
+    def _row_chunks(self, rows: int) -> list[slice]:
+        """Splits rows into chunks of at most CHUNK_ELEMENTS: intermediate results take many times their memory."""
+        most = max(1, CHUNK_ELEMENTS // self.vocab_size)
         return [slice(begin, min(begin + most, rows)) for begin in range(0, rows, most)]
 
     def edit(
@@ -183,20 +186,20 @@ class Sampler:
         else:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         if len(restricted):
-            _keep(logits, restricted, [self._allowed[slot] for slot in slots[restricted].tolist()])
+            _keep_only(logits, restricted, [self._allowed[slot] for slot in slots[restricted].tolist()])
         for rows, values in ((biased, self._biases), (banned, self._bans)):
             if len(rows):
                 _add(logits, rows, [values[slot] for slot in slots[rows].tolist()])
         if len(penalised):
             self._history.penalise(logits, penalised, slots[penalised], self.penalties[slots[penalised]])
         if masks is not None:
-            index = upload(masks.places, self.device)
+            index = upload(masks.rows, self.device)
             allowed = _unpack(upload(masks.bits.view(np.uint8), self.device))[:, : self.vocab_size]
             logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
         return logits
 
-    def _draw(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-        """Draws by inverting each row's cumulative distribution at one uniform number, a hash of seed and position."""
+    def _sample(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
+        """Samples: inverts each row's cumulative distribution at one uniform number, a hash of seed and position."""
         temperature = self.temperature[slots]
         greedy = temperature == 0
         divisor = upload(np.where(greedy, 1.0, temperature), self.device, logits.dtype)
@@ -204,20 +207,20 @@ class Sampler:
         # float64: a float32 sum over a large vocabulary would shift the borders between tokens
         cumulative = torch.softmax(scaled.double(), -1).cumsum(-1)
         uniform = upload(hashed_uniform(self.seed[slots], positions), self.device)
-        drawn = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1)
+        sampled = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1)
         if not greedy.any():
-            return drawn
-        return torch.where(upload(greedy, self.device), logits.argmax(-1), drawn)
+            return sampled
+        return torch.where(upload(greedy, self.device), logits.argmax(-1), sampled)
 
     def _truncate(self, logits: Tensor, slots: NDArray[np.int64]) -> Tensor:
-        """Applies min_p, top_k and top_p: cut tokens become -inf."""
+        """Applies min_p, top_k and top_p: tokens that are left out become -inf."""
         min_p, top_k, top_p = self.min_p[slots], self.top_k[slots], self.top_p[slots]
         if min_p.any():
-            floor = upload(np.log(np.maximum(min_p, 1e-300)), self.device, logits.dtype)
-            logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor[:, None], -torch.inf)
+            log_min_p = upload(np.log(np.maximum(min_p, 1e-300)), self.device, logits.dtype)
+            logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + log_min_p[:, None], -torch.inf)
         sorting = np.flatnonzero((top_k > 0) | (top_p < 1))
-        for piece in self._pieces(len(sorting)):
-            rows = sorting[piece]
+        for chunk in self._row_chunks(len(sorting)):
+            rows = sorting[chunk]
             index = upload(rows, self.device)
             logits = logits.index_copy(0, index, self._truncate_sorted(logits[index], top_k[rows], top_p[rows]))
         return logits
@@ -251,15 +254,16 @@ class _History:
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self.active = np.zeros(slots, np.bool_)
-        self.untaken = slots * vocab_size * (torch.int32.itemsize + torch.bool.itemsize)  # bytes to allocate
+        # Memory that is not allocated yet, in bytes.
+        self.later_bytes = slots * vocab_size * (torch.int32.itemsize + torch.bool.itemsize)
         self._size = (slots, vocab_size)
         self._counts = torch.empty((0, vocab_size), dtype=torch.int32, device=device)  # occurrences in the output
         self._seen = torch.empty((0, vocab_size), dtype=torch.bool, device=device)  # in prompt or output
         self._pool: torch.cuda.MemPool | None = None  # must outlive its tensors
 
-    def open(self, slot: int, prompt: NDArray[np.int32], output: NDArray[np.int32]) -> None:
-        if self.untaken:
-            self._take()
+    def activate(self, slot: int, prompt: NDArray[np.int32], output: NDArray[np.int32]) -> None:
+        if self.later_bytes:
+            self._allocate()
         self.active[slot] = True
         device = self._counts.device
         tokens, counts = np.unique(output, return_counts=True)
@@ -268,47 +272,47 @@ class _History:
         self._seen[slot].zero_()
         self._seen[slot].index_fill_(0, upload(np.union1d(prompt, tokens).astype(np.int64), device), True)
 
-    def close(self, slot: int) -> None:
+    def deactivate(self, slot: int) -> None:
         self.active[slot] = False
 
-    def _take(self) -> None:
+    def _allocate(self) -> None:
         # On a GPU, a separate pool: in the memory that torch keeps for steps, the largest step would no longer fit.
         self._pool = torch.cuda.MemPool() if self._counts.is_cuda else None
         with nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool):
             self._counts, self._seen = self._counts.new_empty(self._size), self._seen.new_empty(self._size)
-        self.untaken = 0
+        self.later_bytes = 0
 
-    def append(self, places: NDArray[np.int64], slots: NDArray[np.int64], tokens: Tensor) -> None:
-        """Counts tokens[places] for the slots, in the same order."""
+    def append(self, rows: NDArray[np.int64], slots: NDArray[np.int64], tokens: Tensor) -> None:
+        """Counts tokens[rows] for the slots, in the same order."""
         if tokens.is_cuda:
             from weft.kernels.penalise import Histories, note
 
-            numbers = upload(np.stack([places, slots]).astype(np.int32), tokens.device)
+            numbers = upload(np.stack([rows, slots]).astype(np.int32), tokens.device)
             note(tokens, numbers, Histories(self._counts, self._seen))
             return
-        rows, tokens = torch.from_numpy(slots), tokens[torch.from_numpy(places)]
-        self._counts[rows, tokens] += 1
-        self._seen[rows, tokens] = True
+        histories, tokens = torch.from_numpy(slots), tokens[torch.from_numpy(rows)]
+        self._counts[histories, tokens] += 1
+        self._seen[histories, tokens] = True
 
     def penalise(
-        self, logits: Tensor, places: NDArray[np.int64], slots: NDArray[np.int64], penalties: NDArray[np.float64]
+        self, logits: Tensor, rows: NDArray[np.int64], slots: NDArray[np.int64], penalties: NDArray[np.float64]
     ) -> None:
-        """Applies penalties to logits[places] in place; `slots` and `penalties` [places, 3] are in the same order."""
+        """Applies penalties to logits[rows] in place; `slots` and `penalties` [rows, 3] are in the same order."""
         if logits.is_cuda:
             from weft.kernels.penalise import FIELDS, Histories, penalise
 
-            numbers = np.empty((FIELDS, len(places)), np.int32)
-            numbers[:2] = places, slots
+            numbers = np.empty((FIELDS, len(rows)), np.int32)
+            numbers[:2] = rows, slots
             numbers[2:].view(np.float32)[:] = penalties.T
             penalise(logits, upload(numbers, logits.device), Histories(self._counts, self._seen))
             return
-        index, rows = torch.from_numpy(places), torch.from_numpy(slots)
-        counts, seen, given = self._counts[rows], self._seen[rows], logits[index]
+        index, histories = torch.from_numpy(rows), torch.from_numpy(slots)
+        counts, seen, given = self._counts[histories], self._seen[histories], logits[index]
         repetition, frequency, presence = torch.from_numpy(penalties).to(logits.dtype)[:, :, None].unbind(1)
         repeated = torch.where(given > 0, given / repetition, given * repetition)
         logits[index] = torch.where(seen, repeated, given) - frequency * counts - presence * (counts > 0)
 
-    def rehearse(self, logits: Tensor, tokens: Tensor) -> None:
+    def warm_up_kernels(self, logits: Tensor, tokens: Tensor) -> None:
         from weft.kernels.penalise import FIELDS, Histories, note, penalise
 
         padding = torch.full((FIELDS, 1), -1, dtype=torch.int32, device=tokens.device)
@@ -329,7 +333,7 @@ def hashed_uniform(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDA
     """Returns a number in [0, 1) for each (seed, position), by two rounds of the splitmix64 finaliser."""
     bits = _mix(seed + np.uint64(0x9E3779B97F4A7C15))
     bits = _mix(bits ^ (position.astype(np.uint64) * np.uint64(0xD1342543DE82EF95)))
-    # 32 bits: below 1 by more than float64 rounding, so that a draw never passes the last token of nonzero probability
+    # 32 bits: below 1 by more than float64 rounding, so that no token after the last one with a probability is sampled
     return (bits >> np.uint64(32)).astype(np.float64) / 2.0**32
 
 
@@ -345,7 +349,7 @@ def _unpack(bits: Tensor) -> Tensor:
     return ((bits[:, :, None] >> each) & 1).bool().flatten(1)
 
 
-def _keep(logits: Tensor, rows: NDArray[np.int64], ids: list[NDArray[np.int64]]) -> None:
+def _keep_only(logits: Tensor, rows: NDArray[np.int64], ids: list[NDArray[np.int64]]) -> None:
     """Sets all logits of these rows to -inf, except the given tokens of each row."""
     where = np.stack([np.repeat(rows, [len(one) for one in ids]), np.concatenate(ids)])
     row, token = upload(where, logits.device)

@@ -47,11 +47,11 @@ class SimulatedExecutor:
         self._awake = WAKING  # steps that start before this time take longer, because of an idle period before
         self._blocks: dict[int, Bytes] = {}
 
-    def measure(self) -> DeviceMemory:
+    def measure_memory(self) -> DeviceMemory:
         """Returns unlimited memory: a virtual KV cache takes none."""
         return DeviceMemory(total=1 << 60, free=1 << 60, reserved=0)
 
-    def allocate(self, spec: KVSpec) -> None:
+    def allocate_kv_cache(self, spec: KVSpec) -> None:
         self._blocks.clear()
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
@@ -78,13 +78,14 @@ class SimulatedExecutor:
         self._blocks.update(zip(blocks, data.copy(), strict=True))
         return SimulatedWrite()
 
-    def fill(self) -> None:
+    def fill_kv_cache_with_noise(self) -> None:
         """Does nothing: no step reads the blocks."""
 
     def close(self) -> None:
         """Does nothing: there are no threads and no devices."""
 
-    def taken(self, result: StepResult) -> StepResult:
+    def wait_for(self, result: StepResult) -> StepResult:
+        """Moves the clock to the end of the step, and returns its result."""
         self.calls += 1
         self.clock.now = max(self.clock.now, result.finished) + self._host.commit
         return result
@@ -92,10 +93,10 @@ class SimulatedExecutor:
 
 class SimulatedStep(NamedTuple):
     executor: SimulatedExecutor
-    outcome: StepResult
+    step_result: StepResult
 
     def result(self) -> StepResult:
-        return self.executor.taken(self.outcome)
+        return self.executor.wait_for(self.step_result)
 
 
 class SimulatedRead(NamedTuple):

@@ -91,7 +91,7 @@ def grammar_text(structure: StructuredOutputs) -> str:
 
 
 class NoMatcherError(Exception):
-    """The matcher of one stream cannot be built. Other streams are not affected."""
+    """The matcher of one sequence cannot be built. Other sequences are not affected."""
 
 
 class Form:

@@ -1,4 +1,4 @@
-"""How what crosses the step boundary becomes bytes: msgspec's MessagePack, arrays as type, shape and memory."""
+"""Encodes messages between RemoteExecutor and `serve_executor`: MessagePack, with arrays as type, shape and memory."""
 
 from typing import Any
 

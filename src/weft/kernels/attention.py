@@ -33,54 +33,55 @@ class HeadNorm(NamedTuple):
     eps: float
 
 
-class Heads(NamedTuple):
-    """Parameters of a layer's attention, apart from its weight matrices."""
+class AttentionParams(NamedTuple):
+    """Parameters of one layer's attention, apart from its weight matrices."""
 
     layer: int
-    heads: int
-    kv_heads: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     scale: float
     window: int | None  # a query at position p sees keys at positions > p - window; None: all up to p
     rotation: Rotation
     q_norm: HeadNorm | None = None  # before the rotation
     k_norm: HeadNorm | None = None
-    last: bool = False  # the model's last layer: its output is only read for tokens that are sampled from
+    is_last_layer: bool = False  # only rows that are sampled from need its output
 
 
 class Attend(Protocol):
-    """Attention over the flat batch of one step. A model calls it once per layer, and knows no requests or blocks.
+    """Attention over the flat batch of one step. A model calls it once per layer. It knows no requests and blocks.
 
     The slices of the step are concatenated on the first axis (T tokens). The backend norms and rotates queries and keys
     and writes k and v of every token into the paged cache. Only then it attends, so that a slice may read what another
     slice writes in the same step.
     """
 
-    def __call__(self, heads: Heads, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim], and the residual stream [T, hidden].
+    def __call__(self, params: AttentionParams, qkv: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`qkv` [T, (heads + 2 * kv_heads) * head_dim] -> attention output [T, heads * head_dim], and `residual`.
 
-        In the last layer a backend may drop, from both, the rows of tokens that nothing is sampled from.
+        `residual` [T, hidden] is returned as it is, except that in the last layer a backend may drop, from both
+        results, the rows of tokens that are not sampled from.
         """
         ...
 
 
-class PlainHeads:
+class PlainNormRope:
     """Norms and rotations in plain torch, for backends without a kernel for them."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
         self._angles: dict[Rotation, Angles] = {}
 
-    def split(self, heads: Heads, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, params: AttentionParams, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k (both rotated) and v, each [T, heads, head_dim]."""
-        qkv = qkv.view(len(qkv), -1, heads.head_dim)
-        qk, v = torch.split(qkv, [heads.heads + heads.kv_heads, heads.kv_heads], dim=1)
-        if heads.q_norm is not None and heads.k_norm is not None:
-            q, k = torch.split(qk, [heads.heads, heads.kv_heads], dim=1)
-            qk = torch.cat((heads.q_norm.apply(q), heads.k_norm.apply(k)), dim=1)
-        if heads.rotation not in self._angles:
-            self._angles[heads.rotation] = heads.rotation(self.positions)
-        q, k = torch.split(rotate(qk, self._angles[heads.rotation]), [heads.heads, heads.kv_heads], dim=1)
+        qkv = qkv.view(len(qkv), -1, params.head_dim)
+        qk, v = torch.split(qkv, [params.num_heads + params.num_kv_heads, params.num_kv_heads], dim=1)
+        if params.q_norm is not None and params.k_norm is not None:
+            q, k = torch.split(qk, [params.num_heads, params.num_kv_heads], dim=1)
+            qk = torch.cat((params.q_norm.apply(q), params.k_norm.apply(k)), dim=1)
+        if params.rotation not in self._angles:
+            self._angles[params.rotation] = params.rotation(self.positions)
+        q, k = torch.split(rotate(qk, self._angles[params.rotation]), [params.num_heads, params.num_kv_heads], dim=1)
         return q, k, v
 
 

@@ -1,9 +1,9 @@
 """Samples one token per row from logits, without sorting and without the host.
 
 A row's token is the inverse of its cumulative distribution at one uniform number: a hash of its seed and its position.
-The vocabulary is read in tiles. One kernel sums each tile, the other finds the tile and then the token in it. Rows are
-independent: a token does not depend on what other rows ask for, because the sums of a tile are sums of integers, which
-are the same in whatever order a kernel adds them. Imported only where there is a GPU.
+The vocabulary is read in tiles. One kernel sums each tile, the other finds the tile and then the token in it. The sums
+are of integers, so they do not depend on the order of addition. Therefore a row's token does not depend on what other
+rows ask for. Imported only where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -15,7 +15,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from weft.kernels.ranks import mass_of, power_of, rank_of, units_of
-from weft.kernels.truncate import ROUNDS, Border, Cuts, truncate
+from weft.kernels.truncate import ROUNDS, Border, TruncationParams, truncate
 
 TILE = 2048  # logits; the second kernel reads one tile per row again
 
@@ -34,9 +34,9 @@ def draw(
     noise: Noise,
     last_token: Tensor,  # [S] int32: receives each row's token, at its slot
     slots: Tensor,  # [N] int32; negative: padding, for which nothing is written
-    tokens: Tensor,  # [M] int32: receives each token too, at its place; may be pinned host memory
-    places: Tensor,  # [N] int32
-    cuts: Cuts | None = None,  # None: every row samples from all tokens
+    tokens: Tensor,  # [M] int32: receives each token too, at its index; may be pinned host memory
+    indices: Tensor,  # [N] int32: index of each row's token in `tokens`
+    truncation: TruncationParams | None = None,  # None: every row samples from all tokens
 ) -> None:
     """Samples from softmax(logits / temperature). A token of probability 0 is never sampled."""
     rows, vocab = logits.shape
@@ -48,8 +48,8 @@ def draw(
     highest, sums, tops = (torch.empty((rows, tiles), dtype=kind, device=logits.device) for kind in kinds)
     _summarise[(tiles, rows)](logits, temperature, highest, sums, tops, vocab, logits.stride(0), TILE=TILE, num_warps=4)
     border = Border(tops, tops, sums, tops)  # placeholders: only the sums are read
-    if cuts is not None:
-        border = truncate(logits, temperature, highest, sums, cuts, TILE)
+    if truncation is not None:
+        border = truncate(logits, temperature, highest, sums, truncation, TILE)
     _select[(rows,)](
         logits,
         temperature,
@@ -60,16 +60,16 @@ def draw(
         last_token,
         slots,
         tokens,
-        places,
+        indices,
         vocab,
         logits.stride(0),
         tiles,
-        CUT=cuts is not None,
+        CUT=truncation is not None,
         SHIFT=ROUNDS[logits.dtype][0],
         TILE=TILE,
         TILES=max(2, triton.next_power_of_2(tiles)),
         num_warps=4,
-        enable_fp_fusion=False,  # otherwise products and sums would be fused differently with and without cuts
+        enable_fp_fusion=False,  # otherwise products and sums would be fused differently with and without truncation
     )
 
 

@@ -1,4 +1,4 @@
-"""Kernels by which the device reads numbers from the host's pinned memory. A kernel starts at once, while a copy
+"""Kernels that copy numbers from the host's pinned memory to the device. A kernel starts at once, while a copy command
 between two steps makes the device wait for its copy engine (10 us on an H200). Imported only where there is a GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -13,31 +13,31 @@ TILE = 512  # numbers read per program
 
 
 class Ring(NamedTuple):
-    """Staging buffers that the host writes in turn and the device reads in turn. Each of them counts its reads."""
+    """Pinned buffers that are used in turn. The host and the device each keep their own index of the next buffer."""
 
     buffers: Tensor  # [B, N] int32, pinned
-    state: Tensor  # [2] int32, on the device: the buffer to read next, and how many programs have read it
+    state: Tensor  # [2] int32, on the device: index of the next buffer, and how many programs have read that buffer
 
 
-def fetch(ring: Ring, segments: Tensor, target: Tensor, table: Tensor, most: int) -> None:
-    """Copies segments of the ring's next buffer to the same offsets in `target` [N] int32.
+def fetch(ring: Ring, segments: Tensor, target: Tensor, table: Tensor, max_length: int) -> None:
+    """Copies segments of the ring's next pinned buffer to the same offsets in `target` [N] int32, on the device.
 
-    `segments` [S, 2] int32 has for each segment its offset, and the offset at which the buffer holds its length (at
-    most `most`). The last two segments are not copied to `target`: they are flat indices of `table`, and the numbers to
-    store there. No index occurs twice.
+    `segments` [S, 2] int32 has for each segment its offset, and the offset at which the buffer holds its length (up to
+    `max_length`). The last two segments are not copied to `target`: they are flat indices of `table`, and the numbers
+    to store there. No index occurs twice.
     """
     assert segments.is_contiguous()
     assert ring.buffers.is_contiguous()
-    grid = (len(segments) - 1, max(1, triton.cdiv(most, TILE)))
+    grid = (len(segments) - 1, max(1, triton.cdiv(max_length, TILE)))
     buffers, width = len(ring.buffers), ring.buffers.shape[1]
     _fetch[grid](ring.buffers, ring.state, segments, target, table, buffers, width, TILE=TILE, num_warps=4)
 
 
-def post(places: Tensor, numbers: Tensor, target: Tensor) -> None:
-    """target[places] = numbers. Both are [N] int32 in pinned memory, and no place occurs twice."""
-    count = len(places)
+def scatter(indices: Tensor, numbers: Tensor, target: Tensor) -> None:
+    """target[indices] = numbers. Both are [N] int32 in pinned memory, and no index occurs twice."""
+    count = len(indices)
     if count:
-        _post[(triton.cdiv(count, TILE),)](places, numbers, target, count, TILE=TILE, num_warps=4)
+        _post[(triton.cdiv(count, TILE),)](indices, numbers, target, count, TILE=TILE, num_warps=4)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Prefill attention through FlashInfer. Owns the wrappers and their buffers."""
+"""FlashInfer: prefill attention on a GPU, through the library of that name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,20 +9,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.kernels.attention import Heads
+from weft.kernels.attention import AttentionParams
 from weft.kernels.cuda import sm_count
 from weft.kernels.fused import copy_tokens
 from weft.kv.pool import KVPool
 
-WORKSPACE = 256 << 20  # bytes
-MOST_GATHERED = 1 << 16  # tokens
-MOST_KEPT = 1 / 32  # share of the device's memory for the copy of the prompt that is being prefilled
-WORTH = 20_000  # queries, counted per head, that must read a key before copying it pays off
-LONG = 2048  # tokens of context from which dividing it pays off, if few queries read it
+WORKSPACE_BYTES = 256 << 20
+MOST_GATHERED = 1 << 16  # tokens of the contexts that one step may gather
+PROMPT_COPY_MEMORY = 1 / 32  # share of the device's memory for the copy of the prompt that is being prefilled
+GATHER_QUERIES = 20_000  # queries, counted per head, that must read a key before copying it pays off
+LONG_CONTEXT = 2048  # tokens of context from which dividing it pays off, if few queries read it
 TILE = 128  # queries of one head per program, which reads the whole context; a multiprocessor holds one program
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-_Way = Literal["paged", "gathered", "kept", "divided", "after"]  # "after": also divided, for slices at the step's end
+# "divided" and "divided_end" do the same. A wrapper holds one plan, and a step may have short slices with long contexts
+# both at its start and at its end, so there are two wrappers.
+_Way = Literal["paged", "gathered", "copied", "divided", "divided_end"]
 
 
 def is_usable(head_dim: int, dtype: torch.dtype) -> bool:
@@ -37,19 +39,19 @@ def is_usable(head_dim: int, dtype: torch.dtype) -> bool:
 class PlanKey(NamedTuple):
     """What a plan depends on. Layers of the same kind share one plan."""
 
-    heads: int
-    kv_heads: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     scale: float
     window: int | None
 
     @classmethod
-    def of(cls, heads: Heads) -> "PlanKey":
-        return cls(heads.heads, heads.kv_heads, heads.head_dim, heads.scale, heads.window)
+    def of(cls, params: AttentionParams) -> "PlanKey":
+        return cls(params.num_heads, params.num_kv_heads, params.head_dim, params.scale, params.window)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        return self.heads, self.kv_heads, self.head_dim
+        return self.num_heads, self.num_kv_heads, self.head_dim
 
     @property
     def options(self) -> dict[str, Any]:
@@ -57,76 +59,85 @@ class PlanKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Slices:
-    """Prefill slices of a step: one entry per slice in each field."""
+class PrefillSlices:
+    """Prefill slices of a step, in its order. Each field has one entry per slice."""
 
     slots: NDArray[np.int64]
     first: NDArray[np.int64]  # position of its first token
     count: NDArray[np.int64]  # tokens
-    ends: NDArray[np.bool_]  # whether it is the last slice of its prompt
-    tables: list[NDArray[np.int32]]  # block table up to its last token
+    is_last: NDArray[np.bool_]  # whether it is the last slice of its prompt
+    block_tables: list[NDArray[np.int32]]  # up to the slice's last token
 
     @property
     def end(self) -> NDArray[np.int64]:
+        """Tokens of the context, including the slice."""
         return self.first + self.count
 
-    def part(self, low: int, high: int) -> "Slices":
+    def part(self, low: int, high: int) -> "PrefillSlices":
         some = slice(low, high)
-        return Slices(self.slots[some], self.first[some], self.count[some], self.ends[some], self.tables[some])
+        spans = (self.slots[some], self.first[some], self.count[some])
+        return PrefillSlices(*spans, self.is_last[some], self.block_tables[some])
 
 
 class FlashInfer:
-    """Owns two wrappers for each kind of layer and each way. Steps use the two in turn, because planning a step writes
-    into a pinned buffer that the step before may still be copied from.
+    """Owns FlashInfer's wrappers and their buffers: two wrappers for each kind of layer and each way to read keys.
+    Steps use the two in turn, because planning a step writes into a pinned buffer that the step before may still be
+    copied from.
 
-    On a Hopper GPU there are several ways. The usual way reads keys page by page ("paged"). Attention is 16% to 20%
-    faster on an H200 if keys are contiguous. So the keys of a prompt that is prefilled in slices are also kept in a
-    contiguous copy until its prefill ends ("kept"). Where many queries read the same keys, it pays off to copy all keys
-    into a contiguous buffer, layer by layer ("gathered"). Where few queries read a long context, the kernel for older
-    GPUs is faster, because it divides contexts ("divided" and "after"). The kernel for Hopper would leave most
-    multiprocessors idle (16 queries of 32 heads behind 100,000 tokens: 118 us instead of 1,343 us).
+    On a Hopper GPU there are several ways to read keys and values:
+
+    - "paged": page by page, from the cache. This is the usual way.
+    - "copied": from a contiguous copy of one prompt, which is kept until its prefill ends. Attention to contiguous keys
+      is 16% to 20% faster on an H200. For a prompt that is prefilled in slices.
+    - "gathered": from a contiguous buffer, which is filled from the cache in each layer. It pays off where many queries
+      read the same keys.
+    - "divided": with the kernel for older GPUs, which divides contexts among programs. It is faster where few queries
+      read a long context: the kernel for Hopper would leave most multiprocessors idle (16 queries of 32 heads behind
+      100,000 tokens: 118 us instead of 1,343 us).
     """
 
     def __init__(
         self,
-        layers: int,
-        heads: int,
-        kv_heads: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
-        longest: int,
+        max_model_len: int,
         device: torch.device,
-        send: Callable[[NDArray[np.int32]], list[Tensor]],
+        upload: Callable[[NDArray[np.int32]], list[Tensor]],
     ) -> None:
-        """`longest` is the longest context in tokens. `send` copies numbers to the device."""
-        self.heads, self.send = heads, send
-        self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        """`upload` copies numbers to the device."""
+        self.num_heads, self.upload = num_heads, upload
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._is_hopper = torch.cuda.get_device_capability(device)[0] == 9
-        self._all = TILE * sm_count(device)  # queries, counted per head, that the device processes at once
-        tokens = min(longest, MOST_GATHERED) if self._is_hopper else 0
-        self._gathered = torch.empty((2, tokens, kv_heads, head_dim), dtype=dtype, device=device)
+        self._queries_at_once = TILE * sm_count(device)  # counted per head
+        tokens = min(max_model_len, MOST_GATHERED) if self._is_hopper else 0
+        self._gathered = torch.empty((2, tokens, num_kv_heads, head_dim), dtype=dtype, device=device)
         memory = torch.cuda.get_device_properties(device).total_memory
-        kept = min(tokens, int(MOST_KEPT * memory / (2 * layers * kv_heads * head_dim * dtype.itemsize)))
-        self.kept = PromptKeyCache(torch.empty((layers, 2, kept + 1, kv_heads, head_dim), dtype=dtype, device=device))
+        token_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+        copied = min(tokens, int(PROMPT_COPY_MEMORY * memory / token_bytes))
+        copy = torch.empty((num_layers, 2, copied + 1, num_kv_heads, head_dim), dtype=dtype, device=device)
+        self.prompt_copy = PromptKVCopy(copy)
         self._wrappers: dict[tuple[PlanKey, _Way], list[Any]] = {}
-        self._turn = 0
+        self._wrapper_index = 0  # which of the two wrappers the current step uses
 
     @property
     def wave(self) -> int:
-        """Queries of a slice that read its context together; 0: the time grows evenly with the number of queries."""
-        return max(TILE, self._all // self.heads // TILE * TILE) if self._is_hopper else 0
+        """Queries of a slice that read its context in one pass; 0: the time grows evenly with the number of queries."""
+        return max(TILE, self._queries_at_once // self.num_heads // TILE * TILE) if self._is_hopper else 0
 
-    def prefills(self, kv: KVPool, slices: "Slices") -> "StepPrefills":
-        """Attention of a step's prefill slices."""
-        self._turn ^= 1
-        self.kept.writing = -1
+    def prefills(self, kv: KVPool, slices: "PrefillSlices") -> "StepPrefills":
+        """Attention of a step's prefill slices: chooses how each of them reads its keys."""
+        self._wrapper_index ^= 1
+        self.prompt_copy.writing = -1
         parts: list[Part] = []
         starts = np.concatenate([[0], np.cumsum(slices.count)])
-        begin, end = self._few(slices)
+        begin, end = self._not_divided(slices)
         runs: list[tuple[int, int, _Way | None]] = [
             (0, begin, "divided"),
             (begin, end, None),
-            (end, len(slices.count), "after"),
+            (end, len(slices.count), "divided_end"),
         ]
         for low, high, way in runs:
             if low < high:
@@ -134,32 +145,32 @@ class FlashInfer:
                 planned: PagedPrefills | GatheredPrefills
                 if way is not None:
                     planned = PagedPrefills(self, way, kv, some)
-                elif high - low == 1 and self.kept.take(some):
-                    planned = GatheredPrefills(self, kv, some, self.kept)
+                elif high - low == 1 and self.prompt_copy.claim(some):
+                    planned = GatheredPrefills(self, kv, some, self.prompt_copy)
                 else:
-                    planned = self._many(kv, some)
+                    planned = self._gathered_or_paged(kv, some)
                 parts.append(Part(slice(int(starts[low]), int(starts[high])), planned))
         return StepPrefills(parts)
 
-    def _few(self, slices: "Slices") -> tuple[int, int]:
-        """Begin and end of the slices that are not divided. The slices before them have few queries together, and at
-        least one of them a long context, such as the last tokens of a long prompt. So have the slices after them.
+    def _not_divided(self, slices: "PrefillSlices") -> tuple[int, int]:
+        """Begin and end of the slices that are not "divided". Slices before and after them are divided if they have few
+        queries together and at least one has a long context: the last tokens of a long prompt, for example.
         """
         if not self._is_hopper:
             return 0, len(slices.count)
 
         def leading(end: NDArray[np.int64], count: NDArray[np.int64]) -> int:
-            fits = int((2 * self.heads * np.cumsum(count) <= self._all).sum())
-            return fits if (end[:fits] >= LONG).any() else 0
+            few = int((2 * self.num_heads * np.cumsum(count) <= self._queries_at_once).sum())
+            return few if (end[:few] >= LONG_CONTEXT).any() else 0
 
         begin = leading(slices.end, slices.count)
         return begin, len(slices.count) - leading(slices.end[begin:][::-1], slices.count[begin:][::-1])
 
-    def _many(self, kv: KVPool, slices: "Slices") -> "PagedPrefills | GatheredPrefills":
-        reach = int(slices.end.sum())
-        read = self.heads * float((slices.count * (slices.first + slices.count / 2)).sum())
-        if reach <= self._gathered.shape[1] and read >= WORTH * reach:
-            return GatheredPrefills(self, kv, slices, Passing(self._gathered[:, :reach]))
+    def _gathered_or_paged(self, kv: KVPool, slices: "PrefillSlices") -> "PagedPrefills | GatheredPrefills":
+        tokens = int(slices.end.sum())
+        key_reads = self.num_heads * float((slices.count * (slices.first + slices.count / 2)).sum())
+        if tokens <= self._gathered.shape[1] and key_reads >= GATHER_QUERIES * tokens:
+            return GatheredPrefills(self, kv, slices, LayerKVBuffer(self._gathered[:, :tokens]))
         return PagedPrefills(self, "paged", kv, slices)
 
     def wrapper(self, kind: PlanKey, way: _Way) -> Any:
@@ -168,15 +179,16 @@ class FlashInfer:
 
         if (kind, way) not in self._wrappers:
             make = BatchPrefillWithRaggedKVCacheWrapper if way == "gathered" else BatchPrefillWithPagedKVCacheWrapper
-            ways: tuple[_Way, ...] = ("divided", "after") if way in ("divided", "after") else (way,)
-            for one in ways:  # creates both now, so that the second is not created while serving
+            both: tuple[_Way, ...] = ("divided", "divided_end")
+            ways = both if way in both else (way,)
+            for one in ways:  # creates both in the warm-up, so that the second is not created while serving
                 backend = "fa2" if len(ways) > 1 else "auto"
                 self._wrappers[kind, one] = [make(self._workspace, "NHD", backend=backend) for _ in range(2)]
-        return self._wrappers[kind, way][self._turn]
+        return self._wrappers[kind, way][self._wrapper_index]
 
 
 class Part(NamedTuple):
-    """Consecutive prefill slices of a step that take the same way."""
+    """Consecutive prefill slices of a step that read their keys in the same way."""
 
     rows: slice  # range of the step's prefill tokens
     prefills: "PagedPrefills | GatheredPrefills"
@@ -192,27 +204,27 @@ class StepPrefills:
     def ways(self) -> list[_Way]:
         return [part.prefills.way for part in self._parts]
 
-    def attend(self, heads: Heads, q: Tensor, out: Tensor) -> None:
+    def attend(self, params: AttentionParams, q: Tensor, out: Tensor) -> None:
         for rows, prefills in self._parts:
-            prefills.attend(heads, q[rows], out[rows])
+            prefills.attend(params, q[rows], out[rows])
 
 
 class PagedPrefills:
     """Prefill slices that read the paged cache. The first layer of each kind makes the plan."""
 
-    def __init__(self, owner: FlashInfer, way: _Way, kv: KVPool, slices: Slices) -> None:
+    def __init__(self, owner: FlashInfer, way: _Way, kv: KVPool, slices: PrefillSlices) -> None:
         self.owner, self.way, self.kv = owner, way, kv
         pages = -(-slices.end // kv.block_size)
-        (self._blocks,) = owner.send(np.concatenate(slices.tables))
+        (self._blocks,) = owner.upload(np.concatenate(slices.block_tables))
         self._queries, self._pages = _offsets(slices.count), _offsets(pages)
         self._last_page = torch.from_numpy((slices.end - (pages - 1) * kv.block_size).astype(np.int32))
         self._planned: dict[PlanKey, Any] = {}
 
-    def attend(self, heads: Heads, q: Tensor, out: Tensor) -> None:
-        kind = PlanKey.of(heads)
+    def attend(self, params: AttentionParams, q: Tensor, out: Tensor) -> None:
+        kind = PlanKey.of(params)
         if kind not in self._planned:
             self._planned[kind] = self._plan(kind, q.dtype)
-        self._planned[kind].run(q, (self.kv.k[heads.layer], self.kv.v[heads.layer]), out=out)
+        self._planned[kind].run(q, (self.kv.k[params.layer], self.kv.v[params.layer]), out=out)
 
     def _plan(self, kind: PlanKey, dtype: torch.dtype) -> Any:
         wrapper = self.owner.wrapper(kind, self.way)
@@ -224,29 +236,31 @@ class PagedPrefills:
 class GatheredPrefills:
     """Prefill slices that read contiguous keys and values of a layer. The first layer of each kind makes the plan."""
 
-    def __init__(self, owner: FlashInfer, kv: KVPool, slices: Slices, store: "Passing | PromptKeyCache") -> None:
+    def __init__(
+        self, owner: FlashInfer, kv: KVPool, slices: PrefillSlices, store: "LayerKVBuffer | PromptKVCopy"
+    ) -> None:
         self.owner, self.kv = owner, kv
         self.way: _Way = store.way
         self._queries, self._keys = _offsets(slices.count), _offsets(slices.end)
         self._slices, self._store = slices, store
         self._planned: dict[PlanKey, Any] = {}
-        self._places: Tensor | None = None
+        self._kv_indices: Tensor | None = None
 
-    def attend(self, heads: Heads, q: Tensor, out: Tensor) -> None:
-        kind = PlanKey.of(heads)
+    def attend(self, params: AttentionParams, q: Tensor, out: Tensor) -> None:
+        kind = PlanKey.of(params)
         if kind not in self._planned:
             self._planned[kind] = self._plan(kind, q.dtype)
-        k, v = self._store.gather(self.kv, heads.layer, self.places)
+        k, v = self._store.gather(self.kv, params.layer, self.kv_indices)
         self._planned[kind].run(q, k, v, out=out)
 
-    def places(self) -> Tensor:
+    def kv_indices(self) -> Tensor:
         """block * block_size + offset of all tokens up to each slice's end."""
-        if self._places is None:
-            within = np.arange(self.kv.block_size, dtype=np.int32)
-            tables = zip(self._slices.tables, self._slices.end.tolist(), strict=True)
-            places = [(table[:, None] * self.kv.block_size + within).ravel()[:end] for table, end in tables]
-            (self._places,) = self.owner.send(np.concatenate(places))
-        return self._places
+        if self._kv_indices is None:
+            offsets = np.arange(self.kv.block_size, dtype=np.int32)
+            tables = zip(self._slices.block_tables, self._slices.end.tolist(), strict=True)
+            indices = [(table[:, None] * self.kv.block_size + offsets).ravel()[:end] for table, end in tables]
+            (self._kv_indices,) = self.owner.upload(np.concatenate(indices))
+        return self._kv_indices
 
     def _plan(self, kind: PlanKey, dtype: torch.dtype) -> Any:
         wrapper = self.owner.wrapper(kind, "gathered")
@@ -254,41 +268,42 @@ class GatheredPrefills:
         return wrapper
 
 
-class Passing:
+class LayerKVBuffer:
     """A contiguous buffer for the keys and values of one layer, filled anew for each layer."""
 
     way: _Way = "gathered"
 
-    def __init__(self, place: Tensor) -> None:
-        self._place = place  # [2, tokens, kv_heads, head_dim]
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer  # [2, tokens, kv_heads, head_dim]
 
-    def gather(self, kv: KVPool, layer: int, places: Callable[[], Tensor]) -> Tensor:
-        for cache, place in zip((kv.k, kv.v), self._place, strict=True):
+    def gather(self, kv: KVPool, layer: int, kv_indices: Callable[[], Tensor]) -> Tensor:
+        for cache, target in zip((kv.k, kv.v), self._buffer, strict=True):
             # As integers of eight bytes, because torch copies one element at a time.
             source = cache[layer].flatten(0, 1).flatten(1).view(torch.int64)
-            torch.index_select(source, 0, places(), out=place.flatten(1).view(torch.int64))
-        return self._place
+            torch.index_select(source, 0, kv_indices(), out=target.flatten(1).view(torch.int64))
+        return self._buffer
 
 
-class PromptKeyCache:
+class PromptKVCopy:
     """A contiguous copy of all keys and values of the prompt that is being prefilled. It grows with each slice.
 
     The kernel that writes keys and values to the cache also writes them here for slot `writing` (see
-    `PromptKeyTarget`). Tokens that were cached before, or were prefilled in steps that did not use this copy, are
+    `PromptKVTarget`). Tokens that were cached before, or were prefilled in steps that did not use this copy, are
     copied from the cache.
     """
 
-    way: _Way = "kept"
+    way: _Way = "copied"
 
     def __init__(self, copy: Tensor) -> None:
         self.copy = copy  # [layers, 2, tokens + 1, kv_heads, head_dim]
-        self.writing = -1  # slot of the slice that this step reads from here; -1: none
-        self._slot, self._next, self._first = -1, 0, 0
-        self._known = [0] * len(copy)  # tokens copied so far, by layer: not every step attends in every layer
+        self.writing = -1  # slot of the slice that claimed this copy in the current step; -1: none
+        self._slot = -1  # slot of the prompt in this copy
+        self._first, self._end = 0, 0  # positions of the last slice that claimed it: its first token, and one past it
+        self._copied_tokens = [0] * len(copy)  # by layer: not every step attends in every layer
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit. One more place after them receives writes that are never read."""
+        """Tokens that fit. One more entry after them receives writes that are never read."""
         return self.copy.shape[2] - 1
 
     def forget(self, slot: int | None = None) -> None:
@@ -296,28 +311,30 @@ class PromptKeyCache:
         because the contents of the cache have changed.
         """
         if slot is None or slot == self._slot:
-            self._slot, self._next = -1, 0
+            self._slot, self._end = -1, 0
 
-    def take(self, slices: Slices) -> bool:
-        """Whether to read a slice from here: it continues the prompt in this copy, or it starts a new copy and its
-        prompt has more slices to come.
+    def claim(self, slices: PrefillSlices) -> bool:
+        """Decides whether a slice uses this copy, and if so claims it for the slice.
+
+        True if the slice continues the prompt in this copy, or if it can start a new copy because its prompt has more
+        slices to come.
         """
         slot, first, end = int(slices.slots[0]), int(slices.first[0]), int(slices.end[0])
-        goes_on = slot == self._slot and first >= self._next
-        if end > self.capacity or not (goes_on or not slices.ends[0]):
+        continues = slot == self._slot and first >= self._end
+        if end > self.capacity or not (continues or not slices.is_last[0]):
             return False
-        if not goes_on:
-            self._known = [0] * len(self._known)
+        if not continues:
+            self._copied_tokens = [0] * len(self._copied_tokens)
         self.writing = self._slot = slot
-        self._first, self._next = first, end
+        self._first, self._end = first, end
         return True
 
-    def gather(self, kv: KVPool, layer: int, places: Callable[[], Tensor]) -> Tensor:
-        if self._known[layer] < self._first:
-            before = places()[: self._first]
-            copy_tokens(kv.k[layer], kv.v[layer], before, self._known[layer], self.copy[layer])
-        self._known[layer] = self._next
-        return self.copy[layer, :, : self._next]
+    def gather(self, kv: KVPool, layer: int, kv_indices: Callable[[], Tensor]) -> Tensor:
+        if self._copied_tokens[layer] < self._first:
+            before = kv_indices()[: self._first]
+            copy_tokens(kv.k[layer], kv.v[layer], before, self._copied_tokens[layer], self.copy[layer])
+        self._copied_tokens[layer] = self._end
+        return self.copy[layer, :, : self._end]
 
 
 def _offsets(lengths: NDArray[np.int64]) -> Tensor:

@@ -355,21 +355,21 @@ def _store(values, columns, inside, to, some):
     tl.store(to[:, None] + columns[None, :], values, mask=some[:, None] & inside[None, :])
 
 
-def copy_tokens(k_cache: Tensor, v_cache: Tensor, places: Tensor, begin: int, to: Tensor) -> None:
+def copy_tokens(k_cache: Tensor, v_cache: Tensor, kv_indices: Tensor, begin: int, to: Tensor) -> None:
     """Copies keys and values of the tokens from `begin` on from the caches to `to` [2, T, ...], in the order of the
-    tokens. `places` [T] int32 are block * block_size + offset.
+    tokens. `kv_indices` [T] int32 are block * block_size + offset.
     """
     size = k_cache[0, 0].numel()
     assert to[0].is_contiguous()
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
-    count = len(places) - begin
+    count = len(kv_indices) - begin
     if count > 0:
         block = triton.next_power_of_2(size)
         tile = max(1, COPIED // block)
         grid = (triton.cdiv(count, tile), 2)
         _copy_tokens[grid](
-            k_cache, v_cache, places, to, begin, len(places), to.stride(0), SIZE=size, BLOCK=block, TILE=tile
+            k_cache, v_cache, kv_indices, to, begin, len(kv_indices), to.stride(0), SIZE=size, BLOCK=block, TILE=tile
         )
 
 

@@ -21,7 +21,7 @@ class Shares(NamedTuple):
     slot: NDArray[np.int64]
     begin: NDArray[np.int64]  # first position that it reads
     end: NDArray[np.int64]  # one past the last
-    place: NDArray[np.int64]  # index of its partial result
+    result: NDArray[np.int64]  # index of its partial result
     first: NDArray[np.int64]  # index of the first partial result of its row
     splits: NDArray[np.int64]  # number of shares of its row
 
@@ -44,16 +44,17 @@ def divide(slots: NDArray[np.int64], positions: NDArray[np.int64], window: int |
     end = positions + 1
     begin = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
     tiles = -(-(end - begin) // TILE)
-    each = max(1, -(-int(tiles.sum()) // max(1, wanted)))
+    each = max(1, -(-int(tiles.sum()) // max(1, wanted)))  # tiles per share, if all contexts were divided evenly
     splits = np.minimum(-(-tiles // each), MOST_SPLITS)
     per_share = -(-tiles // splits)  # tiles; only the last share of a row may have fewer
     splits = -(-tiles // per_share)
     first = np.cumsum(splits) - splits
     row = np.repeat(np.arange(len(end)), splits)
-    place = np.arange(len(row))
+    result = np.arange(len(row))
     length = per_share[row] * TILE
-    starts = begin[row] + (place - first[row]) * length
+    starts = begin[row] + (result - first[row]) * length
     ends = np.minimum(starts + length, end[row])
-    turn = np.argsort(starts - ends, kind="stable")
-    row = row[turn]
-    return Shares(row, slots[row], starts[turn], ends[turn], place[turn], first[row], splits[row])
+    longest_first = np.argsort(starts - ends, kind="stable")
+    row = row[longest_first]
+    share = (slots[row], starts[longest_first], ends[longest_first], result[longest_first])
+    return Shares(row, *share, first[row], splits[row])

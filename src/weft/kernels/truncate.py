@@ -29,12 +29,12 @@ PROGRAMS = 2048  # programs per round: about as many as can run at the same time
 WARPS = 2  # warps per program
 
 
-class Cuts(NamedTuple):
-    """What to keep of each row, [N]."""
+class TruncationParams(NamedTuple):
+    """top_k, top_p and min_p of each row: which tokens it may sample. All fields are [N]."""
 
     top_k: Tensor  # int32: number of tokens; more than the vocabulary: all
     top_p: Tensor  # float32: share of the probability; 2: all
-    floor: Tensor  # float32: logarithm of min_p; -inf: all
+    log_min_p: Tensor  # float32; -inf: all
 
 
 class Border(NamedTuple):
@@ -51,7 +51,7 @@ def truncate(
     temperature: Tensor,  # [N] float32; 0 counts as 1
     highest: Tensor,  # [N, tiles] float32: highest logit of each tile
     sums: Tensor,  # [N, tiles] int64: units of the tile's logits; the tile's highest logit has UNIT
-    cuts: Cuts,
+    truncation: TruncationParams,
     tile: int,  # logits per tile
 ) -> Border:
     """Same order as the CPU sampler: first min_p, then top_k of what min_p keeps, then top_p of what top_k keeps.
@@ -77,16 +77,20 @@ def truncate(
     every = {"TILES": max(2, triton.next_power_of_2(tiles))}
     layout = (vocab, logits.stride(0), tiles)
     grid = (min(tiles, triton.cdiv(PROGRAMS, rows)), rows)
-    _begin[(rows,)](temperature, highest, sums, *cuts, counting, targets, vocab, tiles, **sizes, **every)
+    _begin[(rows,)](temperature, highest, sums, *truncation, counting, targets, vocab, tiles, **sizes, **every)
     for number in range(rounds):
         before = max(0, number - 1)
         states = (counting[before], counts[before], counting[number], counts[number])
-        _count[grid](logits, highest, cuts.top_k, *states, *layout, number, **reading)
+        _count[grid](logits, highest, truncation.top_k, *states, *layout, number, **reading)
     for number in range(rounds):
         before = max(0, number - 1)
         states = (weighing[before], masses[before], weighing[number], masses[number])
-        _weigh[grid](*given, *cuts, counting[-1], counts[-1], targets, *states, *layout, number, **reading, **every)
-    _measure[grid](*given, cuts.top_p, cuts.floor, weighing[-1], masses[-1], *found, *layout, **reading, **every)
+        _weigh[grid](
+            *given, *truncation, counting[-1], counts[-1], targets, *states, *layout, number, **reading, **every
+        )
+    _measure[grid](
+        *given, truncation.top_p, truncation.log_min_p, weighing[-1], masses[-1], *found, *layout, **reading, **every
+    )
     return found
 
 

@@ -23,21 +23,21 @@ class KVPool:
         self.data = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         self.k, self.v = ([self.data[layer, which] for layer in range(layers)] for which in (0, 1))
 
-    def fill(self) -> None:
+    def fill_with_noise(self) -> None:
         """Fills all blocks with random numbers (a GPU takes under 1 s), for measurements that read unwritten blocks."""
         for layer in self.data:
             layer.normal_()
 
-    def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores k and v of one token per place. A place is block * block_size + offset."""
-        self.k[layer].view(-1, *k.shape[1:]).index_copy_(0, places, k)
-        self.v[layer].view(-1, *v.shape[1:]).index_copy_(0, places, v)
+    def write(self, layer: int, kv_indices: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores one token's k and v at each index, which is block * block_size + offset. (vLLM: slot mapping.)"""
+        self.k[layer].view(-1, *k.shape[1:]).index_copy_(0, kv_indices, k)
+        self.v[layer].view(-1, *v.shape[1:]).index_copy_(0, kv_indices, v)
 
-    def gather(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, layer: int, block_tables: Tensor) -> tuple[Tensor, Tensor]:
         """k and v of whole block tables: [rows, blocks] -> [rows, blocks * block_size, kv_heads, head_dim]."""
-        rows, blocks = tables.flatten(), (len(tables), -1)
-        k, v = (pool[layer].index_select(0, rows) for pool in (self.k, self.v))
-        return k.view(*blocks, *k.shape[2:]), v.view(*blocks, *v.shape[2:])
+        blocks, shape = block_tables.flatten(), (len(block_tables), -1)
+        k, v = (cache[layer].index_select(0, blocks) for cache in (self.k, self.v))
+        return k.view(*shape, *k.shape[2:]), v.view(*shape, *v.shape[2:])
 
     def read_blocks(self, blocks: Tensor) -> Tensor:
         """The bytes of blocks: uint8 [blocks, block_bytes], each block in the order of KVLayout."""

@@ -1,4 +1,4 @@
-"""CausalLM: the model that the engine runs and the loader fills. A family is a subclass that builds the layers."""
+"""CausalLM: the model that the engine runs. A model family is a subclass that builds the layers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from weft.models.rope import Rope
 
 
 class CausalLM(nn.Module):
-    """Embedding, decoder layers, final norm and head, for inference. Built without weights; weights.py fills it."""
+    """Embedding, decoder layers, final norm and head, for inference. Built without weights; weights.py loads them."""
 
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
@@ -32,7 +32,7 @@ class CausalLM(nn.Module):
         # From a tensor: the usual constructor draws random values, which on the meta device imports the compiler.
         self.embed_tokens = nn.Embedding(vocab, hidden, _weight=torch.empty(vocab, hidden))
         self.layers = nn.ModuleList(self.build_layer(config, index) for index in range(config.num_layers))
-        self._passed = list(self.layers)  # layers of a forward pass: all, except in `abridged`
+        self._active_layers = list(self.layers)  # of a forward pass: all, except in `abridged`
         self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(hidden, {"lm_head": vocab}, is_tied=config.tie_embeddings)
         self.to(dtypes.activations)  # before methods create parameters, which have types of their own
@@ -44,10 +44,11 @@ class CausalLM(nn.Module):
     def build_layer(self, config: ModelConfig, index: int) -> nn.Module:
         raise NotImplementedError
 
-    def prepare_rotations(self, max_model_len: int, device: torch.device) -> None:
-        """Lets methods finish their layers, and prepares rotary embeddings for positions up to `max_model_len`.
+    def finish_loading(self, max_model_len: int, device: torch.device) -> None:
+        """To be called once when the weights are loaded, before the first forward pass. (vLLM:
+        process_weights_after_loading.)
 
-        To be called when the weights are loaded.
+        Ties the head to the embedding, finishes all Linears, and makes the rotary tables up to `max_model_len`.
         """
         if self.lm_head.is_tied:
             self.lm_head.weight, self.lm_head.bias = self.embed_tokens.weight.detach(), None
@@ -56,7 +57,7 @@ class CausalLM(nn.Module):
         ropes = {rope: Rope(rope, max_model_len, self.dtypes.activations, device) for rope in self.config.layer_ropes}
         attentions = [module for module in self.modules() if isinstance(module, Attention)]
         for attention, rope in zip(attentions, self.config.layer_ropes, strict=True):
-            attention.prepare_rotations(ropes[rope])
+            attention.set_attention_params(ropes[rope])
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.embed_tokens.weight)
@@ -67,22 +68,22 @@ class CausalLM(nn.Module):
         Rows that `attend` drops in the last layer are missing here.
         """
         x, residual = self.embed(token_ids), None
-        for layer in self._passed:
+        for layer in self._active_layers:
             x, residual = layer(x, residual, attend)
         return self.norm.add(x, residual)[0]
 
     @contextmanager
     def abridged(self) -> Iterator[None]:
-        """For passes with results that are not used: skips layers that only repeat other layers. The remaining layers
-        run all kernels of the whole model, on tensors of the same shapes, and take as much memory.
+        """For forward passes that only warm up: skips layers that only repeat other layers. The remaining layers run
+        all kernels of the whole model, on tensors of the same shapes, and take as much memory.
         """
-        self._passed = [self.layers[index] for index in self._unlike()]
+        self._active_layers = [self.layers[index] for index in self._representatives()]
         try:
             yield
         finally:
-            self._passed = list(self.layers)
+            self._active_layers = list(self.layers)
 
-    def _unlike(self) -> list[int]:
+    def _representatives(self) -> list[int]:
         """Indices of the first layer (it has no residual yet), the last, and one layer of each kind in between."""
         config, last = self.config, len(self.layers) - 1
         kinds: dict[object, int] = {}
@@ -94,11 +95,11 @@ class CausalLM(nn.Module):
         return sorted({0, *kinds.values(), last})
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores [N, vocab] of the next token for rows of `forward`'s result, in float32 or wider."""
-        return wide(self.scores(hidden))
+        """Logits [N, vocab] of the next token for rows of `forward`'s result, in float32 or wider."""
+        return wide(self.raw_logits(hidden))
 
-    def scores(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Same as `logits`, but in `score_dtype`. Written to `out` if given."""
+    def raw_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The same as `logits`, but in `logits_dtype`. Written to `out` if given."""
         cap = self.config.logit_softcap
         if cap is None:
             return self.lm_head.forward(hidden, out)
@@ -106,7 +107,7 @@ class CausalLM(nn.Module):
         return capped if out is None else out.copy_(capped)
 
     @property
-    def score_dtype(self) -> torch.dtype:
+    def logits_dtype(self) -> torch.dtype:
         """The dtype of activations. With a softcap, which needs more precision, float32 or wider."""
         dtype = self.dtypes.activations
         return dtype if self.config.logit_softcap is None else torch.promote_types(dtype, torch.float32)
@@ -116,13 +117,17 @@ class CausalLM(nn.Module):
         """Whether a forward pass never synchronises with the host. A mixture of experts does."""
         return not any(isinstance(module, SparseMLP) for module in self.modules())
 
-    def fills(self) -> Iterator[ParameterSource]:
+    def parameter_sources(self) -> Iterator[ParameterSource]:
         """Yields every parameter with its name in a Transformers 5 model, and its parts by their checkpoint names."""
         for path, module in self.named_modules():
             leaf = path.rpartition(".")[2]
             parent = _full_name(path).removesuffix(leaf)
-            fills = module.method.fills(module, leaf) if isinstance(module, Linear) else _whole_fills(module, leaf)
-            for name, target, parts in fills:
+            sources = (
+                module.method.parameter_sources(module, leaf)
+                if isinstance(module, Linear)
+                else _module_sources(module, leaf)
+            )
+            for name, target, parts in sources:
                 published = {self.published_name(parent + part): view for part, view in parts.items()}
                 yield ParameterSource(parent + name, target, published)
 
@@ -139,7 +144,7 @@ def _full_name(path: str) -> str:
     return path if path == "lm_head" else f"model.{path}"
 
 
-def _whole_fills(module: nn.Module, name: str) -> Iterator[ParameterSource]:
+def _module_sources(module: nn.Module, name: str) -> Iterator[ParameterSource]:
     """The sources of a module that is not a Linear: one tensor for each parameter."""
     for key, parameter in module.named_parameters(recurse=False):
         yield ParameterSource(f"{name}.{key}", parameter, {f"{name}.{key}": parameter})

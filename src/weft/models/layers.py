@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.kernels import ops
-from weft.kernels.attention import Attend, HeadNorm, Heads, Rotation
+from weft.kernels.attention import Attend, AttentionParams, HeadNorm, Rotation
 from weft.models.config import ModelConfig, MoeConfig
 from weft.models.linear import Activation, Linear
 
@@ -75,12 +75,12 @@ class Attention(nn.Module):
         self.o_proj = Linear(sizes["q_proj"], {"o_proj": config.hidden_size}, bias=output_bias)
         self.q_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
-        self._heads: Heads | None = None
+        self._params: AttentionParams | None = None
 
-    def prepare_rotations(self, rotation: Rotation) -> None:
+    def set_attention_params(self, rotation: Rotation) -> None:
         """Stores what backends need to know of this layer. To be called when its weights are loaded."""
         config, index = self.config, self.index
-        self._heads = Heads(
+        self._params = AttentionParams(
             index,
             config.num_heads,
             config.num_kv_heads,
@@ -90,14 +90,14 @@ class Attention(nn.Module):
             rotation,
             None if self.q_norm is None else self.q_norm.of_heads(),
             None if self.k_norm is None else self.k_norm.of_heads(),
-            last=index == config.num_layers - 1,
+            is_last_layer=index == config.num_layers - 1,
         )
 
-    def forward(self, x: Tensor, stream: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Returns what to add to the residual stream, and the stream."""
-        assert self._heads is not None, "a model is settled before it runs"
-        found, stream = attend(self._heads, self.qkv_proj(x), stream)
-        return self.o_proj.forward(found), stream
+    def forward(self, x: Tensor, residual: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Returns what to add to the residual, and the residual, maybe with fewer rows (see `Attend`)."""
+        assert self._params is not None, "call CausalLM.finish_loading before the first forward pass"
+        out, residual = attend(self._params, self.qkv_proj(x), residual)
+        return self.o_proj.forward(out), residual
 
 
 class MLP(nn.Module):
@@ -120,10 +120,10 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, names: tuple[str, str, str]) -> None:
         super().__init__()
-        inner, self.number = moe.intermediate_size, moe.num_experts
+        inner, self.num_experts = moe.intermediate_size, moe.num_experts
         gate, up, down = names
-        self.gate_up_proj = Linear(config.hidden_size, {gate: inner, up: inner}, experts=self.number)
-        self.down_proj = Linear(inner, {down: config.hidden_size}, experts=self.number)
+        self.gate_up_proj = Linear(config.hidden_size, {gate: inner, up: inner}, experts=self.num_experts)
+        self.down_proj = Linear(inner, {down: config.hidden_size}, experts=self.num_experts)
         self.activation = activation(config.activation)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class Experts(nn.Module):
             return x
         order = chosen.flatten().argsort(stable=True)
         # Reading how many rows each expert has is the only host-device synchronisation of a mixture-of-experts layer.
-        counts = chosen.flatten().bincount(minlength=self.number).tolist()
+        counts = chosen.flatten().bincount(minlength=self.num_experts).tolist()
         rows = torch.split(x[order // chosen.shape[1]], counts)
         results = [self._expert(expert, group) for expert, group in enumerate(rows) if len(group)]
         out = x.new_empty(len(order), x.shape[1])
@@ -164,9 +164,9 @@ class SparseMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream.
+    """Attention and MLP, each behind a norm and added to the residual.
 
-    A layer returns its MLP output and the residual stream separately: the next norm adds them and normalises at once.
+    A layer returns its MLP output and the residual separately: the next norm adds them and normalises at once.
     """
 
     def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:

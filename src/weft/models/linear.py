@@ -97,7 +97,7 @@ class LinearMethod(ABC):
     def create(self, layer: Linear) -> None:
         """Gives the layer its parameters, without values. Not called for a tied layer."""
 
-    def fills(self, layer: Linear, name: str) -> Iterator[ParameterSource]:
+    def parameter_sources(self, layer: Linear, name: str) -> Iterator[ParameterSource]:
         """Yields the source of every parameter. Names of tensors are relative to the layer's parent.
 
         `name` is the layer's own in a Transformers 5 model, where the matrices of experts have no suffix.

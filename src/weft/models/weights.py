@@ -48,7 +48,7 @@ def load_model(
         _allocate(model, device)
         for name, target in _sources(model, checkpoint):
             target.copy_(checkpoint.tensor(name))
-    model.prepare_rotations(max_model_len, device)
+    model.finish_loading(max_model_len, device)
     return model
 
 
@@ -135,13 +135,13 @@ _INDEX = "model.safetensors.index.json"
 
 def _sources(model: CausalLM, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """Yields each tensor to read and the memory to fill. Checkpoints hold stacked parameters whole or in parts."""
-    for fill in model.fills():
-        if fill.name in checkpoint:
-            yield fill.name, fill.target
+    for source in model.parameter_sources():
+        if source.name in checkpoint:
+            yield source.name, source.target
             continue
-        for name, view in fill.parts.items():
+        for name, view in source.parts.items():
             if name not in checkpoint:
-                whole = "" if fill.name == name else f" (nor {fill.name})"
+                whole = "" if source.name == name else f" (nor {source.name})"
                 raise ModelError(f"{checkpoint.path}: tensor {name} is missing{whole}")
             yield name, view
 

@@ -245,7 +245,7 @@ class _UvicornServer(uvicorn.Server):
             engines.changed.clear()
             if engines.info is not None and not said:
                 said = True
-                self.state.collector.freeze()
+                self.state.garbage_collection.freeze()
                 seconds = clock() - started
                 while not self.started:  # uvicorn listens only from then on
                     await asyncio.sleep(0.002)

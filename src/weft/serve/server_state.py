@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 from starlette.types import Receive, Scope
 
-from weft.engine.collector import Collector
+from weft.engine.garbage_collection import GarbageCollection
 from weft.engine.options import EngineOptions
 from weft.observe.metrics import ServerMetrics
 from weft.observe.tracing import Tracer
@@ -45,7 +45,7 @@ class ServerState:
     created: int  # seconds since the epoch
     draining: bool = False
     active: int = 0  # running inference requests
-    collector: Collector = field(default_factory=Collector)
+    garbage_collection: GarbageCollection = field(default_factory=GarbageCollection)
     log: LogRateLimit = field(default_factory=LogRateLimit)
     cache_resets: Counter[str] = field(default_factory=Counter)  # number of prefix cache resets, by tenant
     drained: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and no request is active
@@ -82,7 +82,7 @@ class ServerState:
             finally:
                 self.active -= 1
                 if not self.active:
-                    self.collector.idle()
+                    self.garbage_collection.collect_when_idle()
                     if self.draining:
                         self.drained.set()
 

@@ -112,7 +112,7 @@ def play(
 class TraceTable:
     """The requests of a trace, for a loop in virtual time (a `RequestTable`). Records when tokens reach their clients.
 
-    It keeps numbers in arrays instead of streams with token values: a day of traffic has millions of tokens.
+    It keeps numbers in arrays instead of Sequences with token ids: a day of traffic has millions of tokens.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class TraceTable:
             self.refused[self.number[request]] = True
         return []
 
-    def take(self, plan: Plan, result: StepResult, outcome: Outcome) -> list[Never]:
+    def process_result(self, plan: Plan, result: StepResult, outcome: Outcome) -> list[Never]:
         assert plan.batch is not None, "only a batch has a result"
         batch = plan.batch
         ended = self._ended(batch, plan.last)

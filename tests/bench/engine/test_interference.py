@@ -31,7 +31,7 @@ def test_under_monolithic_they_wait_for_the_whole_prefill() -> None:
     run = measure(engine, "monolithic", Scenario(prompt_tokens=60_000), target=0.025)
     assert run.gaps.max() >= 0.99 * run.prefill > 5.0
     assert engine.loop.scheduler.policy is own, "the engine gets its policy back"
-    assert not engine.loop.streams
+    assert not engine.loop.sequences
 
 
 def test_prompts_that_come_one_by_one_are_timed_from_when_each_was_due() -> None:

@@ -21,7 +21,7 @@ from weft.cli import main
 from weft.core import StepRecord
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
-from weft.engine.stream import Stream
+from weft.engine.sequence import Sequence
 from weft.errors import EngineError
 
 SLOW = Ceilings(copy=1e6, matmul=1e6)
@@ -51,7 +51,7 @@ def test_only_steps_with_the_whole_batch_and_no_prefill_count(tmp_path: Path) ->
         step = measure_decode(found, SLOW, batch=5, steps=20)
         full = [record for record in records if record.decode_tokens == 5 and not record.prefill_tokens]
         assert len(records) > len(full) >= 1 + SETTLE + 20
-        assert not found.engine.loop.streams
+        assert not found.engine.loop.sequences
         assert not found.engine.loop.has_work
         assert found.engine.loop.scheduler.kv.pool.num_free == found.engine.loop.scheduler.num_blocks
         least, most = (
@@ -141,13 +141,13 @@ def test_tokens_are_drawn_as_the_command_says(tmp_path: Path, capsys: pytest.Cap
 def test_a_step_samples_as_it_is_told(tmp_path: Path) -> None:
     with warm_engine(str(tiny_directory(tmp_path, max_position_embeddings=1024)), options()) as found:
         opened: list[SamplingParams] = []
-        open_streams = found.engine.open_streams
+        create_sequences = found.engine.create_sequences
 
-        def note(prompt: list[int], params: SamplingParams) -> list[Stream]:
+        def note(prompt: list[int], params: SamplingParams) -> list[Sequence]:
             opened.append(params)
-            return open_streams(prompt, params)
+            return create_sequences(prompt, params)
 
-        found.engine.open_streams = note  # type: ignore[method-assign,assignment]
+        found.engine.create_sequences = note  # type: ignore[method-assign,assignment]
         asked = SamplingParams(temperature=0.5, top_p=0.9, logprobs=2)
         measure_decode(found, SLOW, batch=2, steps=4, sampling=asked)
         measure_prefill(found, SLOW, tokens=16, chunk=256, sampling=asked)

@@ -111,7 +111,7 @@ def test_a_subject_has_answered_once_and_is_closed_afterwards(tmp_path: Path) ->
         assert 0 < found.ready < found.first_token < process_seconds()
         assert (found.dtype_name, found.device.type) == ("float32", "cpu")
         assert not found.engine.loop.has_work
-    found.engine.loop.add(*found.engine.open_streams([1], SamplingParams(max_tokens=1)))
+    found.engine.loop.add(*found.engine.create_sequences([1], SamplingParams(max_tokens=1)))
     with pytest.raises(RuntimeError):
         found.engine.loop.step()
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from weft.core import Policy, StepRecord, chunked, monolithic
 from weft.engine.engine import Engine
 from weft.engine.params import SamplingParams
-from weft.engine.stream import Stream
+from weft.engine.sequence import Sequence
 from weft.errors import EngineError
 
 POLICIES = ("monolithic", "chunked", "slo")
@@ -76,24 +76,26 @@ def measure(
     receives the prefilled tokens of the long prompts.
     """
     scheduler = engine.loop.scheduler
-    own, listener, promises = scheduler.policy, engine.loop.on_record, engine.promises
+    own, listener, calibrated_targets = scheduler.policy, engine.loop.on_record, engine.calibrated_targets
     scheduler.policy = _policy(policy, engine)
     scene = _Scene(engine, scenario, np.random.default_rng(seed + 1))
     try:
         if target is None:
-            scene.open_streams()
+            scene.create_sequences()
             target = TARGET * float(np.median(scene.quiet_gaps()))
             scene.clear()
-        if policy == "slo" and promises is not None:
-            engine.promises = replace(promises, targets=replace(promises.targets, gap=target))
-        scene.open_streams()
+        if policy == "slo" and calibrated_targets is not None:
+            engine.calibrated_targets = replace(
+                calibrated_targets, targets=replace(calibrated_targets.targets, gap=target)
+            )
+        scene.create_sequences()
         quiet = scene.quiet_gaps()
         beside = scene.gaps_beside(progress)
         return Interference(policy, target, quiet, beside.gaps, beside.times, scene.steps, beside.prefill, beside.ttfts)
     finally:
         scene.clear()
         engine.loop.on_record = listener
-        engine.promises = promises
+        engine.calibrated_targets = calibrated_targets
         scheduler.policy = own
 
 
@@ -114,11 +116,11 @@ class _Scene:
         # The same prompts in every run, so that they are in the prefix cache.
         same = np.random.default_rng(0)
         self.prompts = same.integers(0, engine.vocab_size, (scenario.streams, scenario.stream_prompt)).tolist()
-        self.last: dict[Stream, float] = {}
+        self.last: dict[Sequence, float] = {}
         self.steps = 0
         self.prefill_tokens = 0
 
-    def open_streams(self) -> None:
+    def create_sequences(self) -> None:
         for prompt in self.prompts:
             room = self.engine.max_model_len - self.scenario.stream_prompt
             stream = self._open(prompt, room)
@@ -134,7 +136,7 @@ class _Scene:
         scenario, self.loop.on_record = self.scenario, self._note
         words = self.random.integers(0, self.engine.vocab_size, (scenario.prompts, scenario.prompt_tokens)).tolist()
         began = self.loop.clock()
-        prompts: list[Stream] = []
+        prompts: list[Sequence] = []
         found: list[tuple[float, float]] = []
         while len(prompts) < len(words) or not all(stream.request.finish_reason for stream in prompts):
             while len(prompts) < len(words) and self.loop.clock() >= (due := began + len(prompts) * scenario.every):
@@ -153,14 +155,14 @@ class _Scene:
         return _Beside(gaps, ends - began, read - began, firsts)
 
     def clear(self) -> None:
-        for stream in list(self.loop.streams.values()):
+        for stream in list(self.loop.sequences.values()):
             self.loop.abort(stream)
-        self.loop.drain()
+        self.loop.discard_in_flight()
         self.last.clear()
 
-    def _open(self, prompt: list[int], max_tokens: int) -> Stream:
+    def _open(self, prompt: list[int], max_tokens: int) -> Sequence:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        (stream,) = self.engine.open_streams(prompt, params)
+        (stream,) = self.engine.create_sequences(prompt, params)
         self.loop.add(stream)
         return stream
 
@@ -170,10 +172,10 @@ class _Scene:
         now = self.loop.clock()
         gaps = []
         for event in events:
-            if event.stream in self.last:
-                if not np.isnan(self.last[event.stream]):
-                    gaps.append((now - self.last[event.stream], now))
-                self.last[event.stream] = now
+            if event.sequence in self.last:
+                if not np.isnan(self.last[event.sequence]):
+                    gaps.append((now - self.last[event.sequence], now))
+                self.last[event.sequence] = now
         return gaps
 
     def _note(self, record: StepRecord) -> None:

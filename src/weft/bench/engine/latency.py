@@ -11,7 +11,7 @@ from weft.bench.engine.shapes import WarmEngine, clear
 from weft.core import StepRecord
 from weft.engine.engine import Engine
 from weft.engine.params import SamplingParams
-from weft.engine.stream import Stream
+from weft.engine.sequence import Sequence
 from weft.errors import EngineError
 
 SAMPLING = SamplingParams(temperature=0.6)
@@ -65,9 +65,9 @@ def measure_decode(
     """Median over `steps` decode-only steps with `batch` requests."""
     engine = warm.engine
     try:
-        streams = open_decodes(engine, batch, sampling)
+        sequences = open_decodes(engine, batch, sampling)
         gaps = _gaps(engine, batch, SETTLE + steps)[SETTLE:]
-        context = DECODE_PROMPT + float(np.mean([len(stream.output) for stream in streams])) - steps / 2
+        context = DECODE_PROMPT + float(np.mean([len(sequence.output) for sequence in sequences])) - steps / 2
     finally:
         clear(engine)
     floor = decode_work(warm.config, warm.dtype.itemsize, batch, context).floor(ceilings)
@@ -75,8 +75,8 @@ def measure_decode(
     return DecodeLatency(batch, median * 1000, p99 * 1000, floor * 1000, floor / median)
 
 
-def open_decodes(engine: Engine, batch: int, sampling: SamplingParams = SAMPLING) -> list[Stream]:
-    """Adds streams with short prompts, not yet prefilled, that decode without a token limit."""
+def open_decodes(engine: Engine, batch: int, sampling: SamplingParams = SAMPLING) -> list[Sequence]:
+    """Adds sequences with short prompts, not yet prefilled, that decode without a token limit."""
     return [_add(engine, _prompt(engine, DECODE_PROMPT, seed), None, sampling) for seed in range(batch)]
 
 
@@ -124,19 +124,19 @@ def _first_token(engine: Engine, tokens: int, seed: int, sampling: SamplingParam
     loop = engine.loop
     prompt = _prompt(engine, tokens, seed)
     began = loop.clock()
-    stream = _add(engine, prompt, 1, sampling)
-    while loop.has_work and not stream.output:
+    sequence = _add(engine, prompt, 1, sampling)
+    while loop.has_work and not sequence.output:
         loop.step()
     seconds = loop.clock() - began
-    if not stream.output:
-        raise EngineError(f"a prompt of {tokens} tokens ended with {stream.request.finish_reason} before its token")
+    if not sequence.output:
+        raise EngineError(f"a prompt of {tokens} tokens ended with {sequence.request.finish_reason} before its token")
     return seconds
 
 
-def _add(engine: Engine, prompt: list[int], max_tokens: int | None, sampling: SamplingParams) -> Stream:
-    (stream,) = engine.open_streams(prompt, replace(sampling, max_tokens=max_tokens, ignore_eos=True))
-    engine.loop.add(stream)
-    return stream
+def _add(engine: Engine, prompt: list[int], max_tokens: int | None, sampling: SamplingParams) -> Sequence:
+    (sequence,) = engine.create_sequences(prompt, replace(sampling, max_tokens=max_tokens, ignore_eos=True))
+    engine.loop.add(sequence)
+    return sequence
 
 
 def _prompt(engine: Engine, tokens: int, seed: int) -> list[int]:

@@ -69,19 +69,21 @@ def measure(
     listener, loop.on_record = loop.on_record, note
     try:
         started = loop.clock()
-        streams = []
+        sequences = []
         for request in requests:
             params = SamplingParams(temperature=TEMPERATURE, max_tokens=request.max_tokens, ignore_eos=True)
-            streams += engine.open_streams([token % engine.vocab_size for token in request.prompt], params)
-        for stream in streams:
-            loop.add(stream)
+            sequences += engine.create_sequences([token % engine.vocab_size for token in request.prompt], params)
+        for sequence in sequences:
+            loop.add(sequence)
         while loop.has_work:
             sampled += len(loop.step())
             progress(sampled)
         seconds = loop.clock() - started
     finally:
         loop.on_record = listener
-    missing = sum(request.max_tokens - len(stream.output) for request, stream in zip(requests, streams, strict=True))
+    missing = sum(
+        request.max_tokens - len(sequence.output) for request, sequence in zip(requests, sequences, strict=True)
+    )
     if missing:
         raise EngineError(f"{missing} tokens of the workload were not sampled: a request ended before its limit")
     read = sum(len(request.prompt) for request in requests)

@@ -10,8 +10,8 @@ from weft.core import StepRecord
 from weft.engine.engine import Engine
 from weft.engine.params import SamplingParams
 from weft.engine.residuals import RunStep
-from weft.engine.stream import Stream
-from weft.engine.streams import TokenEvent
+from weft.engine.sequence import Sequence
+from weft.engine.sequence_table import TokenEvent
 from weft.sim.fidelity import Served
 from weft.sim.simulator import Played
 from weft.sim.traces import Trace
@@ -47,8 +47,8 @@ class _Play:
         self.clock = engine.loop.clock
         self.start = self.clock()
         self.arrived = 0
-        self.streams: list[Stream] = []
-        self.number: dict[Stream, int] = {}
+        self.sequences: list[Sequence] = []
+        self.number: dict[Sequence, int] = {}
         count = len(trace.arrivals)
         self.times: list[list[float]] = [[] for _ in range(count)]  # of tokens, in seconds from the start
         self.finished = np.full(count, np.inf)
@@ -78,15 +78,15 @@ class _Play:
     def _add(self) -> None:
         arrival = self.trace.arrivals[self.arrived]
         params = SamplingParams(temperature=0.0, max_tokens=arrival.output_tokens, ignore_eos=True)
-        (stream,) = self.engine.open_streams(self.prompts[self.arrived], params)
-        stream.request.arrival = self.start + arrival.time
-        self.engine.loop.add(stream)
-        self.number[stream] = self.arrived
-        self.streams.append(stream)
+        (sequence,) = self.engine.create_sequences(self.prompts[self.arrived], params)
+        sequence.request.arrival = self.start + arrival.time
+        self.engine.loop.add(sequence)
+        self.number[sequence] = self.arrived
+        self.sequences.append(sequence)
         self.arrived += 1
 
     def _take(self, event: TokenEvent, now: float) -> None:
-        number = self.number[event.stream]
+        number = self.number[event.sequence]
         if event.token is not None:
             self.times[number].append(now)
         if event.finish_reason == "refused":
@@ -99,7 +99,7 @@ class _Play:
         due = np.array([arrival.time for arrival in arrivals])
         first = np.array([times[0] if times else math.inf for times in self.times])
         between = [np.diff(times) for times in self.times]
-        cached = sum(stream.request.cached_tokens for stream in self.streams)
+        cached = sum(sequence.request.cached_tokens for sequence in self.sequences)
         played = Played(
             span=self.trace.span,
             ended=max((times[-1] for times in self.times if times), default=0.0),
@@ -109,15 +109,15 @@ class _Play:
             ttft=first - due,
             finished=self.finished,
             refused=self.refused,
-            promised=np.array([stream.request.due < math.inf for stream in self.streams]),
+            promised=np.array([sequence.request.due < math.inf for sequence in self.sequences]),
             gap_owner=np.repeat(np.arange(len(arrivals)), [len(one) for one in between]),
             gaps=np.concatenate([np.empty(0), *between]),
             steps=len(self.steps),
             prefill_tokens=sum(arrival.prompt_tokens for arrival in arrivals) - cached,
             cached_tokens=cached,
-            preemptions=sum(stream.request.preemptions for stream in self.streams),
+            preemptions=sum(sequence.request.preemptions for sequence in self.sequences),
         )
         got = np.isfinite(first)
-        token = np.array([(stream.request.first_token or self.start) - self.start for stream in self.streams])
+        token = np.array([(sequence.request.first_token or self.start) - self.start for sequence in self.sequences])
         inside = (token - due)[got]
         return Served(played, inside, (first - due)[got] - inside, np.zeros(len(inside)), steps=self.steps)

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.core import CostModel, Outcome, Policy, Request, Scheduler, Source, chunked, slo
-from weft.engine.collector import Collector
+from weft.engine.garbage_collection import GarbageCollection
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
+from weft.engine.sequence import SchedulingParams, Sequence
 from weft.engine.simulated import SimulatedExecutor, VirtualClock
-from weft.engine.stream import Standing, Stream
 from weft.sim.profiles import load_profile
 
 BLOCK = 16
@@ -29,7 +29,7 @@ class Cost(NamedTuple):
 
 
 class Burst(NamedTuple):
-    """New requests that arrive at once next to running streams, in virtual time."""
+    """New requests that arrive at once next to running sequences, in virtual time."""
 
     newcomers: int
     running: int
@@ -59,7 +59,7 @@ def measure(
     loop = Loop(scheduler, SimulatedExecutor(VirtualClock()), clock=lambda: 0.0, on_record=records.append)
     numbers = iter(range(10**9))
     for _ in range(running):
-        loop.add(_stream(rng, next(numbers), stagger=True))
+        loop.add(_sequence(rng, next(numbers), stagger=True))
     while scheduler.num_waiting:
         loop.step()
     spent = 0.0
@@ -69,7 +69,7 @@ def measure(
         spent += time.thread_time() - started
         for event in events:
             if event.finish_reason is not None:
-                loop.add(_stream(rng, next(numbers), stagger=False))
+                loop.add(_sequence(rng, next(numbers), stagger=False))
         progress(step + 1)
     return Cost(policy, running, spent / steps * 1e6, spent / steps / running * 1e6)
 
@@ -80,7 +80,7 @@ def measure_burst(newcomers: int = 1000, running: int = 256) -> Burst:
 
     A first burst, which is not counted, is the warm-up. Garbage collection is limited as in a server.
     """
-    collector = Collector()
+    garbage_collection = GarbageCollection()
     scheduler = Scheduler(
         policy=_policy("slo", PROFILE.max_num_batched_tokens),
         num_blocks=PROFILE.kv_tokens // BLOCK,
@@ -93,7 +93,7 @@ def measure_burst(newcomers: int = 1000, running: int = 256) -> Burst:
         scheduler.add(_request(f"running {number:04d}", 0.0, output=50_000, ttft=3600.0))
     while scheduler.num_waiting:
         clock.step()
-    collector.freeze()
+    garbage_collection.freeze()
     try:
         for name in ("first", "second"):
             clock.longest, began, refused = 0.0, clock.now, clock.refused
@@ -107,7 +107,7 @@ def measure_burst(newcomers: int = 1000, running: int = 256) -> Burst:
             while len(scheduler.running) > running or scheduler.num_waiting:
                 clock.step()
     finally:
-        collector.thaw()
+        garbage_collection.thaw()
     return Burst(newcomers, running, longest * 1e3, screened, refused)
 
 
@@ -164,11 +164,11 @@ def bare_loop(running: int, steps: int = STEPS) -> float:
     return (time.thread_time() - started) / steps / running * 1e6
 
 
-def _stream(rng: random.Random, number: int, stagger: bool) -> Stream:
+def _sequence(rng: random.Random, number: int, stagger: bool) -> Sequence:
     prompt = np.array([rng.randrange(2, 1000) for _ in range(rng.randint(100, 600))], np.int32)
     tokens = rng.randint(1 if stagger else 100, 600)
     root = root_hash()
-    return Stream.open(
+    return Sequence.create(
         f"{number:09d}",
         prompt,
         SamplingParams(max_tokens=tokens),
@@ -178,5 +178,5 @@ def _stream(rng: random.Random, number: int, stagger: bool) -> Stream:
         root=root,
         hashes=prompt_hashes(root, prompt, BLOCK),
         arrival=0.0,
-        standing=Standing(ttft_target=3600.0, gap_target=3600.0),
+        scheduling=SchedulingParams(ttft_target=3600.0, gap_target=3600.0),
     )

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.engine.build import build_engine
-from weft.engine.collector import Collector
-from weft.engine.cpu import prepare_cpu
+from weft.engine.cpu_features import prepare_cpu
 from weft.engine.engine import Engine
+from weft.engine.garbage_collection import GarbageCollection
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.errors import EngineError, OptionError
@@ -80,7 +80,7 @@ class WarmEngine:
 
     @property
     def device_name(self) -> str:
-        from weft.engine.device import device_name
+        from weft.engine.executor_facts import device_name
 
         return device_name(self.device)
 
@@ -130,21 +130,21 @@ def closing_engine(
     options: EngineOptions, path: Path, done: Callable[[str], None] = lambda part: None
 ) -> Iterator[Engine]:
     engine = build_engine(options, path, done=done)
-    collector = Collector()
-    collector.freeze()
+    garbage_collection = GarbageCollection()
+    garbage_collection.freeze()
     try:
         yield engine
     finally:
         clear(engine)
         engine.loop.close()
-        collector.thaw()
+        garbage_collection.thaw()
 
 
 def clear(engine: Engine) -> None:
-    """Aborts all streams, and waits for the steps in flight."""
-    for stream in list(engine.loop.streams.values()):
-        engine.loop.abort(stream)
-    engine.loop.drain()
+    """Aborts all sequences, and waits for the steps in flight."""
+    for sequence in list(engine.loop.sequences.values()):
+        engine.loop.abort(sequence)
+    engine.loop.discard_in_flight()
 
 
 def chosen_device(name: str) -> "torch.device":
@@ -172,13 +172,13 @@ def _warm_up(engine: Engine) -> float:
     """Answers one short request. Returns the time of its first token, in seconds since the start of the process."""
     params = SamplingParams(temperature=0.6, max_tokens=WARM_UP, ignore_eos=True)
     prompt = [token % engine.vocab_size for token in range(1, 1 + min(WARM_UP, engine.max_model_len - 1))]
-    (stream,) = engine.open_streams(prompt, params)
-    engine.loop.add(stream)
+    (sequence,) = engine.create_sequences(prompt, params)
+    engine.loop.add(sequence)
     first_token = None
     while engine.loop.has_work:
         engine.loop.step()
-        if first_token is None and stream.output:
+        if first_token is None and sequence.output:
             first_token = process_seconds()
     if first_token is None:
-        raise EngineError(f"the engine did not answer: its first request ended with {stream.request.finish_reason}")
+        raise EngineError(f"the engine did not answer: its first request ended with {sequence.request.finish_reason}")
     return first_token

@@ -4,7 +4,7 @@ import math
 
 from weft.core import CostModel, Scheduler, Targets, slo
 from weft.engine.calibration import Calibration
-from weft.engine.engine import Engine, Promises
+from weft.engine.engine import CalibratedTargets, Engine
 from weft.engine.loop import Loop
 from weft.engine.simulated import SimulatedExecutor, VirtualClock
 from weft.sim.profiles import Profile
@@ -27,5 +27,5 @@ def virtual_engine(profile: Profile, truth: Truth) -> Engine:
         eos_ids=(),
         max_model_len=profile.max_model_len,
         seed=0,
-        promises=Promises(Targets(gap=math.inf), calibration=known),
+        calibrated_targets=CalibratedTargets(Targets(gap=math.inf), calibration=known),
     )

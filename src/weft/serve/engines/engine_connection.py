@@ -74,7 +74,7 @@ class EngineConnection:
         for prompt in prompts:
             keys = list(itertools.islice(self._numbers, prompt.params.n))
             submitted.keys += keys
-            message = AddRequest(keys[0], prompt.tokens, prompt.params, prompt.wishes, prompt.salt, arrival)
+            message = AddRequest(keys[0], prompt.tokens, prompt.params, prompt.options, prompt.salt, arrival)
             try:
                 messages.append(encode(message))
             except (OverflowError, TypeError, ValueError) as error:  # a number in a schema that needs over 64 bits

@@ -22,12 +22,12 @@ import zmq
 
 from weft.core import StepRecord, Targets
 from weft.engine.build import build_engine
-from weft.engine.collector import Collector
 from weft.engine.engine import Engine
+from weft.engine.garbage_collection import GarbageCollection
 from weft.engine.options import EngineOptions
-from weft.engine.profile import profile_of
-from weft.engine.stream import Stream
-from weft.engine.streams import TokenEvent
+from weft.engine.sequence import Sequence
+from weft.engine.sequence_table import TokenEvent
+from weft.engine.simulator_profile import profile_of
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.observe.engine_metrics import EngineStep
 from weft.observe.steps import StepLog
@@ -85,20 +85,20 @@ def main() -> int:
         socket.send(encode(EngineFailed(" ".join(str(error).split()))))
         socket.close()
         return 2
-    collector = Collector()
-    collector.freeze()
+    garbage_collection = GarbageCollection()
+    garbage_collection.freeze()
     socket.send(encode(EngineReady(engine_info_of(engine, config.options))))
-    EngineServer(engine, socket, collector, heartbeat, log).run()
+    EngineServer(engine, socket, garbage_collection, heartbeat, log).run()
     return 1
 
 
 def engine_info_of(engine: Engine, options: dict[str, Any]) -> EngineInfo:
-    scheduler, promises = engine.loop.scheduler, engine.promises
-    targets = Targets() if promises is None else promises.targets
+    scheduler, calibrated_targets = engine.loop.scheduler, engine.calibrated_targets
+    targets = Targets() if calibrated_targets is None else calibrated_targets.targets
     executor = engine.loop.executor.facts
     profile = None
-    if promises is not None:
-        profile = profile_of(engine, promises.calibration, options["max_num_batched_tokens"])
+    if calibrated_targets is not None:
+        profile = profile_of(engine, calibrated_targets.calibration, options["max_num_batched_tokens"])
     return EngineInfo(
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
@@ -115,7 +115,7 @@ def engine_info_of(engine: Engine, options: dict[str, Any]) -> EngineInfo:
         ttft_target=_finite(targets.ttft),
         ttft_target_per_1k=targets.ttft_per_1k,
         ttft_source=targets.ttft_source,
-        calibration_quality="" if promises is None else promises.calibration.quality,
+        calibration_quality="" if calibrated_targets is None else calibrated_targets.calibration.quality,
         profile=profile,
         hidden_size=engine.hidden_size,
         block_space=engine.block_space.hex(),
@@ -129,30 +129,30 @@ class EngineServer:
         self,
         engine: Engine,
         socket: "zmq.Socket[bytes]",
-        collector: Collector,
+        garbage_collection: GarbageCollection,
         heartbeat: Heartbeat,
         log: StepLog | None = None,
     ) -> None:
-        self.collector, self.heartbeat, self.log = collector, heartbeat, log
+        self.garbage_collection, self.heartbeat, self.log = garbage_collection, heartbeat, log
         self.errors = LogRateLimit()
         self.engine, self.loop, self.socket = engine, engine.loop, socket
         self.loop.on_record = self._keep_record
-        self._streams: dict[int, Stream] = {}
-        self._keys: dict[Stream, int] = {}
-        self._opening: dict[AddRequest, Future[list[Stream]]] = {}  # prompts that another thread is preparing
+        self._sequences: dict[int, Sequence] = {}
+        self._keys: dict[Sequence, int] = {}
+        self._opening: dict[AddRequest, Future[list[Sequence]]] = {}  # prompts that another thread is preparing
         # Two separate threads, so that hashing a long prompt never waits for a grammar of another request.
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weft-hash")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="weft-grammar")
         self._record: StepRecord | None = None
         self._failures = 0
-        self._taken = 0  # streams accepted, rejected or aborted during preparation, since the process started
+        self._taken = 0  # sequences accepted, rejected or aborted during preparation, since the process started
 
     def run(self) -> None:
         """Runs until MOST_FAILURES steps in a row have failed. `_end_with_parent` exits when the API process ends."""
         while self._failures < MOST_FAILURES:
             self.heartbeat.count_iteration(busy=self.loop.has_work)
             if not self.loop.has_work and not self._opening:
-                self.collector.idle()
+                self.garbage_collection.collect_when_idle()
             self._receive(0 if self.loop.has_work else SOON if self._opening else IDLE)
             for message in [message for message, opening in self._opening.items() if opening.done()]:
                 self._add(message, self._opening.pop(message).result)
@@ -163,7 +163,7 @@ class EngineServer:
     def _receive(self, patience: int) -> None:
         """Reads and handles pending messages. Waits up to `patience` milliseconds for the first one.
 
-        A burst of messages is spread over several steps, so that running streams do not wait long while new ones are
+        A burst of messages is spread over several steps, so that running sequences do not wait long while new ones are
         opened. The time limit grows with the step time, so that messages behind a burst are not delayed much.
         """
         began, most = None, max(LEAST_INTAKE, INTAKE_SHARE * self.loop.last_seconds)
@@ -182,25 +182,25 @@ class EngineServer:
             case AbortSequences(keys):
                 aborted = [
                     added for added in self._opening if added.key in keys
-                ]  # with all n streams: none has started
+                ]  # with all n sequences: none has started
                 for added in aborted:
                     self._opening.pop(added).cancel()
                     self._taken += added.params.n
                 for key in keys:
-                    if (stream := self._streams.pop(key, None)) is not None:
-                        del self._keys[stream]
-                        self.loop.abort(stream)
+                    if (sequence := self._sequences.pop(key, None)) is not None:
+                        del self._keys[sequence]
+                        self.loop.abort(sequence)
                 if not self.loop.has_work:
                     self._send_idle()
             case ResetPrefixCache():
                 self.loop.scheduler.kv.clear_cache()
 
     def _open(self, message: AddRequest) -> None:
-        """Opens a prompt's streams. Long prompts and grammars are prepared in other threads, so that no step waits."""
+        """Makes a prompt's sequences. Long prompts and grammars are prepared in threads, so that no step waits."""
         prompt: Any = np.frombuffer(message.prompt, np.int32)
 
-        def work() -> list[Stream]:
-            return self.engine.open_streams(prompt, message.params, wishes=message.wishes, salt=message.salt)
+        def work() -> list[Sequence]:
+            return self.engine.create_sequences(prompt, message.params, options=message.options, salt=message.salt)
 
         if message.params.structured_outputs is not None:
             self._opening[message] = self._compiling.submit(work)
@@ -209,26 +209,26 @@ class EngineServer:
         else:
             self._add(message, work)
 
-    def _add(self, message: AddRequest, opened: Callable[[], list[Stream]]) -> None:
+    def _add(self, message: AddRequest, opened: Callable[[], list[Sequence]]) -> None:
         self._taken += message.params.n
-        taken: list[Stream] = []
+        taken: list[Sequence] = []
         try:
-            for stream in opened():
-                stream.request.arrival = message.arrival
-                self.loop.add(stream)
-                taken.append(stream)
+            for sequence in opened():
+                sequence.request.arrival = message.arrival
+                self.loop.add(sequence)
+                taken.append(sequence)
         except Exception as error:  # an error in one request must not end other requests
-            for stream in taken:
-                self.loop.abort(stream)
+            for sequence in taken:
+                self.loop.abort(sequence)
             kind = "queue_full" if isinstance(error, QueueFullError) else "request"
             if not isinstance(error, RequestError):
                 self.errors.write(traceback.format_exc())
                 kind = "error"
             self.socket.send(encode(RequestRejected(message.key, kind, str(error))))
             return
-        for key, stream in enumerate(taken, start=message.key):
-            self._streams[key] = stream
-            self._keys[stream] = key
+        for key, sequence in enumerate(taken, start=message.key):
+            self._sequences[key] = sequence
+            self._keys[sequence] = key
 
     def _run_step(self) -> None:
         try:
@@ -242,14 +242,14 @@ class EngineServer:
             self._send(events)
 
     def _fail(self, error: Exception) -> None:
-        """Ends every running and waiting stream with "error" after a failed step. The loop has already reset itself."""
+        """Ends every running and waiting sequence with "error" after a failed step. The loop has reset itself."""
         self._failures += 1
         text = traceback.format_exc()
         if not isinstance(error, EngineError):
             text += f"weft: a step failed ({self._failures} in a row)"
         self.errors.write(text)
-        ends = [_end(key, stream, None, "error") for key, stream in self._streams.items()]
-        self._streams.clear()
+        ends = [_end(key, sequence, None, "error") for key, sequence in self._sequences.items()]
+        self._sequences.clear()
         self._keys.clear()
         self.socket.send(encode(StepOutputs([], [], [], ends, {}, [], None)))
         self._send_idle()
@@ -262,12 +262,12 @@ class EngineServer:
             step = self._idle_step()  # all were refused: no step follows that reports the empty queue
         outputs = StepOutputs(keys, tokens, [], [], {}, [], step)
         key_of = self._keys
-        for stream, token, reason, logprobs, prompt_logprobs, first, embedding in events:
-            key = key_of.get(stream)
+        for sequence, token, reason, logprobs, prompt_logprobs, first, embedding in events:
+            key = key_of.get(sequence)
             if key is None:
                 continue  # aborted in the meantime
-            if len(stream.output) == 1 and token is not None:
-                outputs.first_tokens.append(_first_token(key, stream))
+            if len(sequence.output) == 1 and token is not None:
+                outputs.first_tokens.append(_first_token(key, sequence))
             if logprobs is not None:
                 outputs.logprobs[key] = logprobs
             if embedding is not None:
@@ -275,8 +275,8 @@ class EngineServer:
             if prompt_logprobs is not None:
                 outputs.prompt_logprobs.append(PromptLogprobs(key, first + 1, prompt_logprobs))
             elif reason is not None:
-                outputs.ends.append(_end(key, stream, token, reason))
-                del self._streams[key], key_of[stream]
+                outputs.ends.append(_end(key, sequence, token, reason))
+                del self._sequences[key], key_of[sequence]
             elif token is not None:
                 keys.append(key)
                 tokens.append(token)
@@ -303,15 +303,15 @@ class EngineServer:
         return EngineStep.of(record, self.loop.scheduler.queued_tokens, self._taken)
 
 
-def _first_token(key: int, stream: Stream) -> FirstToken:
-    request = stream.request
+def _first_token(key: int, sequence: Sequence) -> FirstToken:
+    request = sequence.request
     started, first = request.started or 0.0, request.first_token or 0.0
     predicted, is_promised = _finite(request.predicted_ttft), request.ttft_target < math.inf
     return FirstToken(key, started, first, request.cached_tokens, predicted, is_promised)
 
 
-def _end(key: int, stream: Stream, token: int | None, reason: str) -> SequenceEnd:
-    request = stream.request
+def _end(key: int, sequence: Sequence, token: int | None, reason: str) -> SequenceEnd:
+    request = sequence.request
     return SequenceEnd(key, token, reason, request.finished, request.preemptions, _finite(request.predicted_ttft))
 
 

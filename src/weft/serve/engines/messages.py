@@ -1,6 +1,6 @@
 """Messages between the API process and the engine process: msgspec structs as MessagePack, one per ZeroMQ frame.
 
-A *sequence* is one completion of one prompt; in the engine process it is a `Stream`. A *key* identifies a sequence for
+A *sequence* is one completion of one prompt; a `Sequence` in the engine process. A *key* identifies a sequence for
 the lifetime of an engine process. The API process assigns the keys. Times are seconds on the machine's monotonic clock,
 which both processes share.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from weft.core import Source, Targets
-from weft.engine.engine import Wishes
+from weft.engine.engine import RequestOptions
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
 from weft.observe.engine_metrics import EngineStep
@@ -39,7 +39,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, eq=False):
     key: int
     prompt: bytes  # token ids, int32
     params: SamplingParams
-    wishes: Wishes
+    options: RequestOptions
     salt: str
     arrival: float
 

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from typing import NamedTuple, Self
 
-from weft.engine.engine import Wishes
+from weft.engine.engine import RequestOptions
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
 from weft.serve.engines.messages import FirstToken, PromptLogprobs, RequestRejected, SequenceEnd
@@ -15,7 +15,7 @@ class EnginePrompt(NamedTuple):
 
     tokens: bytes  # int32
     params: SamplingParams
-    wishes: Wishes
+    options: RequestOptions
     salt: str
 
 

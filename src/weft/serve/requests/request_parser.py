@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from weft.core import Promise
-from weft.engine.engine import Wishes
+from weft.engine.engine import RequestOptions
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, Thoughts
 from weft.engine.pooling import check_dimensions, pooling_params
@@ -243,18 +243,18 @@ class RequestParser:
         formatter: Formatter,
     ) -> ParsedRequest:
         await self._check(body, params, prompts, info)
-        wishes = _wishes(body, context, info)
+        options = _request_options(body, context, info)
         salt = context.salt + (body.cache_salt or "")
         engine_params = replace(params, stop=None)  # the API process looks for stop strings
         promise = Promise()
-        if info.has_targets and not wishes.batch:
-            own = (_seconds(wishes.ttft_target_ms), _seconds(wishes.gap_target_ms))
+        if info.has_targets and not options.batch:
+            own = (_seconds(options.ttft_target_ms), _seconds(options.gap_target_ms))
             constrained = params.structured_outputs is not None
             promise = info.targets.promise(max(map(len, prompts)), *own, constrained)
         check_described(prompts, params)
         return ParsedRequest(
             formatter=formatter,
-            prompts=[EnginePrompt(np.array(ids, np.int32).tobytes(), engine_params, wishes, salt) for ids in prompts],
+            prompts=[EnginePrompt(np.array(ids, np.int32).tobytes(), engine_params, options, salt) for ids in prompts],
             prompt_tokens=[len(ids) for ids in prompts],
             choices=choices,
             arrival=context.arrival,
@@ -316,7 +316,7 @@ def _text_of(message: Json) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _wishes(body: SamplingBody, context: RequestContext, info: EngineInfo) -> Wishes:
+def _request_options(body: SamplingBody, context: RequestContext, info: EngineInfo) -> RequestOptions:
     batch = body.service_tier == "flex"
     ttft_ms, gap_ms = context.targets
     if batch and (ttft_ms or gap_ms):
@@ -324,7 +324,14 @@ def _wishes(body: SamplingBody, context: RequestContext, info: EngineInfo) -> Wi
     if not info.has_targets:
         ttft_ms = gap_ms = None  # response headers tell the client so (NOT_PROMISED)
     # `priority` and `user` only order requests of the same API key. Fairness decides between API keys.
-    return Wishes(0, context.tenant, body.priority or 0, batch, gap_ms, ttft_ms, body.user or "")
+    return RequestOptions(
+        tenant=context.tenant,
+        precedence=body.priority or 0,
+        batch=batch,
+        gap_target_ms=gap_ms,
+        ttft_target_ms=ttft_ms,
+        user=body.user or "",
+    )
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -15,16 +15,16 @@ from weft.core.shape import decodes_alone
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
+from weft.engine.sequence import Sequence
 from weft.engine.simulated import SimulatedExecutor, VirtualClock
-from weft.engine.stream import Stream
 
-FEW, MANY = 16, 128  # rows
-STEPS = 60
-BLOCK = 16
-PROMPT = 500  # tokens of an ordinary prompt
-# Time of the API process to stream a token, divided by the loop's time for a row of a step. Both are Python, so the
-# ratio is about the same on every machine (`weft bench streams` and `weft bench scheduler` measure the two).
-API_TOKEN = 50.0
+FEW_ROWS, MANY_ROWS = 16, 128
+STEPS = 60  # to measure
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 500  # of an ordinary prompt
+# Time of the API process to send a token, divided by the loop's time for a row of a step. Both are Python, so the ratio
+# is about the same on every machine (`weft bench streams` and `weft bench scheduler` measure the two).
+API_ROWS_PER_TOKEN = 50.0
 
 
 class SubmitTimes(NamedTuple):
@@ -34,47 +34,47 @@ class SubmitTimes(NamedTuple):
     prefill: float = 0.0  # with them
 
 
-def measure_host(cost: Coefficients, submit: SubmitTimes, wake: float, *, is_served: bool) -> HostCost:
+def measure_host_cost(cost: Coefficients, submit: SubmitTimes, wake: float, *, is_served: bool) -> HostCost:
     """Measures the host cost. `wake` is from the calibration. `is_served`: an API process sends tokens to clients."""
-    few, many = _steps(FEW, cost), _steps(MANY, cost)
-    row = max(0.0, many.step - few.step) / (MANY - FEW)
-    step = max(0.0, few.step - FEW * row)
+    few, many = _step_seconds(FEW_ROWS, cost), _step_seconds(MANY_ROWS, cost)
+    row = max(0.0, many.step - few.step) / (MANY_ROWS - FEW_ROWS)
+    step = max(0.0, few.step - FEW_ROWS * row)
     return HostCost(
         step=step + submit.decode,
         row=row,
         prefill=max(0.0, few.prefill - few.step) + max(0.0, submit.prefill - submit.decode),
         commit=step / 4,
-        token=API_TOKEN * row if is_served else 0.0,
+        token=API_ROWS_PER_TOKEN * row if is_served else 0.0,
         arrival=_arrival(),
         visit=_visit(cost),
         wake=wake,
     )
 
 
-class _Steps(NamedTuple):
+class _LoopSeconds(NamedTuple):
     step: float  # seconds of the loop for a step of decodes alone
     prefill: float  # seconds of the loop for a step with a prompt
 
 
-def _steps(rows: int, cost: Coefficients) -> _Steps:
+def _step_seconds(rows: int, cost: Coefficients) -> _LoopSeconds:
     scheduler = Scheduler(
-        policy=slo(CostModel(cost), 8192), num_blocks=4096, block_size=BLOCK, max_num_seqs=rows + STEPS + 1
+        policy=slo(CostModel(cost), 8192), num_blocks=4096, block_size=BLOCK_SIZE, max_num_seqs=rows + STEPS + 1
     )
     loop = Loop(scheduler, SimulatedExecutor(VirtualClock()))
     for number in range(rows):
-        loop.add(_stream(number, 4 * STEPS))
+        loop.add(_sequence(number, 4 * STEPS))
     while scheduler.num_waiting:
         loop.step()
-    decode = [_seconds(loop) for _ in range(STEPS)]
+    decode = [_time_step(loop) for _ in range(STEPS)]
     prefill = []
     for number in range(STEPS // 4):
-        loop.add(_stream(rows + number, 1))
-        prefill.append(_seconds(loop))
-        _seconds(loop)
-    return _Steps(_usual(decode), _usual(prefill))
+        loop.add(_sequence(rows + number, 1))
+        prefill.append(_time_step(loop))
+        _time_step(loop)
+    return _LoopSeconds(_p20(decode), _p20(prefill))
 
 
-def _seconds(loop: Loop) -> float:
+def _time_step(loop: Loop) -> float:
     started = time.perf_counter()
     loop.step()
     return time.perf_counter() - started
@@ -84,40 +84,42 @@ def _arrival() -> float:
     taken = []
     for number in range(16):
         started = time.perf_counter()
-        _stream(number, 1, PROMPT)
+        _sequence(number, 1, PROMPT_TOKENS)
         taken.append(time.perf_counter() - started)
-    return _usual(taken)
+    return _p20(taken)
 
 
 def _visit(cost: Coefficients) -> float:
     """Seconds of screening new requests, per queue entry that it visits."""
     policy = slo(CostModel(cost), 8192)
     assert isinstance(policy.admission, DeadlineAdmission)
-    requests = [Request(f"{number:03d}", PROMPT, 100, ttft_target=3600.0, gap_target=60.0) for number in range(32)]
+    requests = [
+        Request(f"{number:03d}", PROMPT_TOKENS, 100, ttft_target=3600.0, gap_target=60.0) for number in range(32)
+    ]
     for request in requests:
         request.rank = policy.order.rank(request)
-        request.packed = PendingPrefill(request, 0, PROMPT).pack()
+        request.packed = PendingPrefill(request, 0, PROMPT_TOKENS).pack()
     rows = PromptRows.of([request.packed for request in requests])
     lineup = Lineup(requests, np.arange(len(requests)), rows, list(range(len(requests))))
-    load = StepLoad(0.0, decodes_alone(64, 64 * PROMPT), 60.0)
+    load = StepLoad(0.0, decodes_alone(64, 64 * PROMPT_TOKENS), 60.0)
     taken = []
     for _ in range(5):
         started = time.perf_counter()
         policy.admission.screen(requests, lambda newcomers: lineup, load, GROUPS)
         taken.append(time.perf_counter() - started)
     # Besides the forecast, each new request is looked up in the prefix cache and queued: about the same time again.
-    return 2 * _usual(taken) / (len(requests) + GROUPS)
+    return 2 * _p20(taken) / (len(requests) + GROUPS)
 
 
-def _usual(seconds: list[float]) -> float:
+def _p20(seconds: list[float]) -> float:
     """The 20th percentile: excludes other work of the machine, because noise only makes steps slower."""
     return float(np.percentile(seconds, 20))
 
 
-def _stream(number: int, max_tokens: int, prompt_tokens: int = BLOCK) -> Stream:
+def _sequence(number: int, max_tokens: int, prompt_tokens: int = BLOCK_SIZE) -> Sequence:
     prompt = np.full(prompt_tokens, number % 1000, np.int32)
     root = root_hash()
-    return Stream.open(
+    return Sequence.create(
         f"{number:09d}",
         prompt,
         SamplingParams(max_tokens=max_tokens),
@@ -125,6 +127,6 @@ def _stream(number: int, max_tokens: int, prompt_tokens: int = BLOCK) -> Stream:
         max_tokens=max_tokens,
         eos_ids=(),
         root=root,
-        hashes=prompt_hashes(root, prompt, BLOCK),
+        hashes=prompt_hashes(root, prompt, BLOCK_SIZE),
         arrival=0.0,
     )

@@ -1,4 +1,4 @@
-"""Runs real steps on the real executor for a few seconds and fits the cost model's coefficients to them.
+"""`calibrate` runs real steps on the real executor for a few seconds and fits the cost model's coefficients to them.
 
 The survey has three phases. It grows steps in every direction until they cost too much. It draws random mixes within
 that range. It repeats all of them in random order until the time is over. Then requests are served for a while (see
@@ -45,7 +45,7 @@ def calibrate(
     """
     facts = executor.facts
     if facts.ahead:
-        executor.fill()  # takes a GPU less than a second
+        executor.fill_kv_cache_with_noise()  # takes a GPU less than a second
     bounds = StepLimits(
         rows=min(max_num_seqs, max(1, num_blocks // 2)),
         blocks=num_blocks,
@@ -71,7 +71,7 @@ def calibrate(
     )
     if not facts.ahead:
         return survey.conclude(facts.device, perform(acts=(LONE, *ACTS), seconds=REHEARSAL * seconds), wake)
-    # Without the lone stream: a lightly used GPU is faster than one at its power limit, and the scheduler must expect
+    # Without the lone sequence: a lightly used GPU is faster than one at its power limit, and the scheduler must expect
     # the latter. Residuals also use bursts, in which the GPU's clock rises and falls. A CPU gets no residuals: other
     # work disturbs its steps more.
     served = perform(acts=(*ACTS, *FULL), seconds=FULL_REHEARSAL * seconds)

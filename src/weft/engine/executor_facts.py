@@ -1,4 +1,4 @@
-"""Facts of executors that run a model with torch."""
+"""`facts_of`: the ExecutorFacts of executors that run a model with torch."""
 
 import platform
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""The memory that this process may still allocate: the machine's, and the limits of its control groups (cgroups)."""
+"""`available_memory`: what this process may still allocate, within the limits of its control groups (cgroups)."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Limits Python's garbage collection, which stops all streams (a full collection for tens of milliseconds), and returns
-free memory to the system."""
+"""GarbageCollection: controls when Python's garbage collector runs, because a full collection stops all streams for
+tens of milliseconds. Also returns free memory to the system."""
 
 import ctypes
 import gc
@@ -11,15 +11,15 @@ import time
 # generation: 20,000 young objects took 9 ms. Reference counting frees the objects of a request when it ends, so older
 # generations contain little garbage.
 THRESHOLDS = (2_000, 500, 100)
-EVERY = 5.0  # seconds between two collections of an idle process
-EVERY_TRIM = 60.0  # seconds between two returns of free memory, which the next request must allocate again
+COLLECT_EVERY = 5.0  # seconds between two collections of an idle process
+TRIM_EVERY = 60.0  # seconds between two returns of free memory, which the next request must allocate again
 
 
-class Collector:
-    """Controls garbage collection in a process that only serves requests."""
+class GarbageCollection:
+    """Controls Python's garbage collector in a process that only serves requests."""
 
     def __init__(self) -> None:
-        self._last = self._trimmed = 0.0
+        self._collected_at = self._trimmed_at = 0.0
         self._before = gc.get_threshold()
 
     def freeze(self) -> None:
@@ -33,14 +33,14 @@ class Collector:
         gc.unfreeze()
         gc.set_threshold(*self._before)
 
-    def idle(self) -> None:
-        """Collects garbage and trims memory from time to time. Call it when no request runs: it would delay streams."""
+    def collect_when_idle(self) -> None:
+        """To be called often while no request runs: collects garbage and trims memory from time to time."""
         now = time.monotonic()
-        if now - self._last > EVERY:
-            self._last = now
+        if now - self._collected_at > COLLECT_EVERY:
+            self._collected_at = now
             gc.collect()
-            if now - self._trimmed > EVERY_TRIM:
-                self._trimmed = now
+            if now - self._trimmed_at > TRIM_EVERY:
+                self._trimmed_at = now
                 trim()
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from weft.engine import cpu
+from weft.engine import cpu_features
 
 HONEST = "fpu avx2 avx512bw avx512_vnni avx512_bf16"
 AMX = f"{HONEST} amx_bf16 avx512_fp16 amx_tile amx_int8"
@@ -30,8 +30,8 @@ class FakeMachine:
             monkeypatch.setenv(name, "")  # so that monkeypatch restores what prepare_cpu sets
             monkeypatch.delenv(name)
         monkeypatch.setenv("XDG_CACHE_HOME", str(self.cache))
-        monkeypatch.setattr(cpu, "_CPUINFO", self._cpuinfo)
-        monkeypatch.setattr(cpu.subprocess, "run", self._run)
+        monkeypatch.setattr(cpu_features, "_CPUINFO", self._cpuinfo)
+        monkeypatch.setattr(cpu_features.subprocess, "run", self._run)
         monkeypatch.delitem(sys.modules, "torch", raising=False)
 
     def set_flags(self, flags: str, model: str = "Fake(R) CPU", mhz: int = 2000) -> None:
@@ -52,7 +52,7 @@ class FakeMachine:
         """prepare_cpu as a new process sees it: nothing tried yet, nothing restricted."""
         os.environ.pop("ONEDNN_MAX_CPU_ISA", None)
         self.tried.clear()
-        return cpu.prepare_cpu()
+        return cpu_features.prepare_cpu()
 
 
 @pytest.fixture
@@ -68,14 +68,14 @@ def test_a_cpu_without_amx_is_not_tried(machine):
 
 
 def test_a_machine_without_cpuinfo_is_left_alone(machine, monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu, "_CPUINFO", tmp_path / "missing")
+    monkeypatch.setattr(cpu_features, "_CPUINFO", tmp_path / "missing")
     assert machine.next_process() is None
     assert machine.tried == []
 
 
 def test_the_users_own_choice_stands(machine, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert cpu.prepare_cpu() == "AVX2"
+    assert cpu_features.prepare_cpu() == "AVX2"
     assert machine.tried == []
 
 
@@ -92,7 +92,7 @@ def test_amx_that_kills_is_avoided_and_the_way_round_is_tried_too(machine):
     assert machine.next_process() == "AVX512_CORE_FP16"
     assert machine.tried == [None, "AVX512_CORE_FP16"]
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_FP16"
-    assert cpu.prepare_cpu() == "AVX512_CORE_FP16"  # again in the same process
+    assert cpu_features.prepare_cpu() == "AVX512_CORE_FP16"  # again in the same process
     assert machine.next_process() == "AVX512_CORE_FP16"
     assert machine.tried == []
 
@@ -119,7 +119,7 @@ def test_a_level_that_kills_as_well_is_passed_over(machine):
 
 
 def test_where_nothing_helps_the_lowest_level_is_used_and_nothing_is_remembered(machine):
-    machine.fates = dict.fromkeys([None, *cpu._LEVELS], -signal.SIGILL)
+    machine.fates = dict.fromkeys([None, *cpu_features._LEVELS], -signal.SIGILL)
     assert machine.next_process() == "AVX2"
     assert not machine.cache.exists()
 
@@ -156,9 +156,9 @@ def test_another_cpu_kernel_host_or_torch_is_tried_anew(machine, monkeypatch):
     assert machine.tried == []  # the clock rate is not the CPU
     for change in (
         lambda: machine.set_flags(AMX, model="Other"),
-        lambda: monkeypatch.setattr(cpu.platform, "release", lambda: "99.0"),
-        lambda: monkeypatch.setattr(cpu.platform, "node", lambda: "elsewhere"),
-        lambda: monkeypatch.setattr(cpu.importlib.metadata, "version", lambda name: "99.0"),
+        lambda: monkeypatch.setattr(cpu_features.platform, "release", lambda: "99.0"),
+        lambda: monkeypatch.setattr(cpu_features.platform, "node", lambda: "elsewhere"),
+        lambda: monkeypatch.setattr(cpu_features.importlib.metadata, "version", lambda name: "99.0"),
     ):
         change()
         machine.next_process()
@@ -179,7 +179,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(machine, caplog):
 def test_where_torch_has_computed_already_onednn_is_switched_off(machine, monkeypatch, caplog, survives, enabled):
     mkldnn = SimpleNamespace(enabled=True)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(backends=SimpleNamespace(mkldnn=mkldnn)))
-    monkeypatch.setattr(cpu, "_fork_survives", lambda: survives)
+    monkeypatch.setattr(cpu_features, "_fork_survives", lambda: survives)
     machine.fates = {None: -signal.SIGILL}
     assert machine.next_process() == "AVX512_CORE_FP16"
     assert mkldnn.enabled is enabled
@@ -215,10 +215,12 @@ print("alive")
 
 
 def test_this_machine_survives_a_product(cache):
-    prepare = "import sys; from weft.engine.cpu import prepare_cpu; prepare_cpu(); assert 'torch' not in sys.modules"
+    prepare = (
+        "import sys; from weft.engine.cpu_features import prepare_cpu; prepare_cpu(); assert 'torch' not in sys.modules"
+    )
     python(f"{prepare}\nimport torch{PRODUCTS}", cache)
 
 
 @pytest.mark.parametrize("before", ["", "torch.ones(512, 512) @ torch.ones(512, 512)"], ids=["imported", "computed"])
 def test_this_machine_survives_though_torch_came_first(cache, before):
-    python(f"import torch\n{before}\nfrom weft.engine.cpu import prepare_cpu; prepare_cpu(){PRODUCTS}", cache)
+    python(f"import torch\n{before}\nfrom weft.engine.cpu_features import prepare_cpu; prepare_cpu(){PRODUCTS}", cache)

@@ -9,9 +9,9 @@ import torch
 
 from tests.kernels.device import DEVICE
 from tests.strength import is_long
-from weft.kernels.attention import Angles, HeadNorm, Heads
-from weft.kernels.cuda import CudaAttention, PromptKeyTarget
-from weft.kernels.flashinfer import PromptKeyCache, Slices
+from weft.kernels.attention import Angles, AttentionParams, HeadNorm
+from weft.kernels.cuda import CudaAttention, PromptKVTarget
+from weft.kernels.flashinfer import PrefillSlices, PromptKVCopy
 from weft.kv.pool import KVPool
 from weft.kv.spec import KVLayout, KVSpec
 
@@ -36,10 +36,10 @@ class Traffic:
         torch.manual_seed(seed)
         layout = KVLayout(LAYERS, BLOCK, KV_HEADS, DIM, "float32")
         self.kv = KVPool(KVSpec(layout, (SLOTS + 1) * COLUMNS + 1), DEVICE)
-        self.kv.fill()
+        self.kv.fill_with_noise()
         self.tables = self.random.permutation((SLOTS + 1) * COLUMNS).astype(np.int32).reshape(SLOTS + 1, COLUMNS)
         copy = torch.full((LAYERS, 2, CAPACITY + 1, KV_HEADS, DIM), torch.nan, device=DEVICE)
-        self.kept, self.slot = PromptKeyCache(copy), torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
+        self.copy, self.slot = PromptKVCopy(copy), torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
         self.read, self.length = [0] * SLOTS, [0] * SLOTS
         self.ways: set[str] = set()
 
@@ -50,31 +50,31 @@ class Traffic:
                 self.length[slot] = int(random.integers(2, COLUMNS * BLOCK))
                 self.read[slot] = int(random.choice([0, random.integers(self.length[slot])]))
                 self.tables[[slot, SLOTS]] = self.tables[[SLOTS, slot]]  # other blocks, with something else in them
-                self.kept.forget(slot)
+                self.copy.forget(slot)
         chosen = random.permutation(SLOTS)[: random.choice([1, 1, 2, 3])]
         slices = [(slot, self.read[slot], self._count(slot)) for slot in chosen.tolist()]
-        self.kept.writing = -1
-        is_kept = random.random() < 0.8 and self.kept.take(self._slices(slices[0]))
-        self.slot[0] = self.kept.writing
+        self.copy.writing = -1
+        is_copied = random.random() < 0.8 and self.copy.claim(self._slices(slices[0]))
+        self.slot[0] = self.copy.writing
         where: Any = (self.kv, self._tensor(self.tables), *self._tokens(slices), 0, {}, None)
-        attention = CudaAttention(*where, key_target=PromptKeyTarget(self.kept.copy, self.slot))
+        attention = CudaAttention(*where, prompt_copy=PromptKVTarget(self.copy.copy, self.slot))
         reads_last = random.random() < 0.3
         for layer in range(LAYERS):
-            heads = Heads(layer, HEADS, KV_HEADS, DIM, 1.0, None, rotation, norm, norm)
-            attention.write(heads, torch.randn(len(attention.slots), (HEADS + 2 * KV_HEADS) * DIM, device=DEVICE))
-            if is_kept and (layer < LAYERS - 1 or reads_last):
+            params = AttentionParams(layer, HEADS, KV_HEADS, DIM, 1.0, None, rotation, norm, norm)
+            attention.write(params, torch.randn(len(attention.slots), (HEADS + 2 * KV_HEADS) * DIM, device=DEVICE))
+            if is_copied and (layer < LAYERS - 1 or reads_last):
                 self._check(layer, slices[0])
         for slot, first, count in slices:
             self.read[slot] = first + count
-        self.ways.add("kept" if is_kept else "others")
+        self.ways.add("copied" if is_copied else "others")
 
     def _count(self, slot: int) -> int:
         return int(min(self.random.choice([1, 2, 5, 9, 17]), self.length[slot] - self.read[slot]))
 
-    def _slices(self, one: tuple[int, int, int]) -> Slices:
+    def _slices(self, one: tuple[int, int, int]) -> PrefillSlices:
         slot, first, count = one
         ends = np.array([first + count == self.length[slot]])
-        return Slices(np.array([slot]), np.array([first]), np.array([count]), ends, [self.tables[slot]])
+        return PrefillSlices(np.array([slot]), np.array([first]), np.array([count]), ends, [self.tables[slot]])
 
     def _tokens(self, slices: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Slot and position of each; the last ones are padding."""
@@ -87,7 +87,7 @@ class Traffic:
         slot, first, count = one
         positions = np.arange(first + count)
         places = self._tensor(self.tables[slot][positions // BLOCK] * BLOCK + positions % BLOCK)
-        found = self.kept.gather(self.kv, layer, lambda: places)
+        found = self.copy.gather(self.kv, layer, lambda: places)
         for half, cache in zip(found, (self.kv.k[layer], self.kv.v[layer]), strict=True):
             assert torch.equal(half, cache.flatten(0, 1)[places.long()])
 
@@ -105,10 +105,10 @@ NORMS: dict[str, Callable[[], torch.Tensor | None]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("seed", range(4 if is_long() or DEVICE.type == "cuda" else 1))
 @pytest.mark.parametrize("written", NORMS)
-def test_what_is_kept_is_what_the_cache_holds(written: str, seed: int) -> None:
+def test_what_is_copied_is_what_the_cache_holds(written: str, seed: int) -> None:
     traffic = Traffic(seed)
     norm = HeadNorm(lambda x: 2 * x, NORMS[written](), 1e-6)
     rotation = Rotation()
     for _ in range(40):
         traffic.step(norm, rotation)
-    assert traffic.ways == {"kept", "others"}
+    assert traffic.ways == {"copied", "others"}

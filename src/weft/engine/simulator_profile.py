@@ -1,4 +1,4 @@
-"""Profile of a model on a device for simulations: the JSON that `weft simulate --profile` reads."""
+"""`profile_of`: the profile of a model on a device for the simulator, which `weft simulate --profile` reads as JSON."""
 
 from dataclasses import asdict
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from weft import __version__
 from weft.engine.calibration import Calibration
 from weft.engine.engine import Engine
-from weft.engine.host import SubmitTimes, measure_host
+from weft.engine.measure_host_cost import SubmitTimes, measure_host_cost
 
 
 def profile_of(engine: Engine, calibration: Calibration, max_num_batched_tokens: int) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def profile_of(engine: Engine, calibration: Calibration, max_num_batched_tokens:
     host = scheduler.policy.host
     if scheduler.policy.cost is None:  # the policy has no measured host cost
         submit = SubmitTimes(calibration.submit, calibration.submit_prefill)
-        host = measure_host(calibration.coefficients, submit, calibration.wake, is_served=True)
+        host = measure_host_cost(calibration.coefficients, submit, calibration.wake, is_served=True)
     return {
         "origin": f"measured with weft {__version__} on {calibration.device}: {calibration.steps} steps, error p50 "
         f"{calibration.error_p50:.1%}, p99 {calibration.error_p99:.1%}",

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine import container
-from weft.engine.container import container_rooms
+from weft.engine import cgroup_memory
+from weft.engine.cgroup_memory import container_rooms
 
 
 def write(folder: Path, **files: str) -> None:
@@ -45,5 +45,5 @@ def test_without_groups_nothing_is_limited(tmp_path: Path) -> None:
 
 
 def test_the_cache_is_sized_by_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(container, "container_rooms", lambda: [300 << 20])
-    assert container.available_memory() == 300 << 20
+    monkeypatch.setattr(cgroup_memory, "container_rooms", lambda: [300 << 20])
+    assert cgroup_memory.available_memory() == 300 << 20

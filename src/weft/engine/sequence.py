@@ -1,8 +1,8 @@
-"""Stream: token values and sampling parameters of one core Request. The loop owns it; core does not use it."""
+"""Sequence: one completion of a prompt. It has the token ids and sampling parameters that a core Request lacks."""
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,8 +15,11 @@ from weft.engine.params import SamplingParams
 from weft.engine.structured import RequestGrammar
 
 
-class Standing(NamedTuple):
-    """Scheduling class of a request, and its latency targets in seconds."""
+class SchedulingParams(NamedTuple):
+    """What a request gets from the scheduler: its class, and its latency targets in seconds.
+
+    The fields are passed to the core `Request`, which has the same ones.
+    """
 
     priority: int = 0  # lower goes first
     tenant: str = ""  # tenants share the engine fairly, counted in tokens
@@ -31,18 +34,18 @@ class Standing(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class Sequence:
     request: Request
     prompt: NDArray[np.int32]
     params: SamplingParams
     seed: int  # of this completion; always set
     stop_ids: frozenset[int]  # end the request when sampled; without the end-of-text ids under ignore_eos
-    tail: bytes  # hash of its last full block with known tokens, or the root hash
+    last_block_hash: bytes  # hash of the last full block with known tokens, or the root hash
     output: list[int] = field(default_factory=list)
     grammar: RequestGrammar | None = None  # constrains the output
 
     @classmethod
-    def open(
+    def create(
         cls,
         request_id: str,
         prompt: NDArray[np.int32],
@@ -52,19 +55,19 @@ class Stream:
         max_tokens: int,
         eos_ids: tuple[int, ...],
         root: bytes,
-        hashes: Sequence[bytes],
+        hashes: abc.Sequence[bytes],
         arrival: float,
-        standing: Standing | None = None,
+        scheduling: SchedulingParams | None = None,
         grammar: RequestGrammar | None = None,
         sibling: bool = False,
-    ) -> "Stream":
+    ) -> "Sequence":
         request = Request(
             id=request_id,
             prompt_tokens=len(prompt),
             max_tokens=max_tokens,
             arrival=arrival,
             sibling=sibling,
-            **(standing or Standing())._asdict(),
+            **(scheduling or SchedulingParams())._asdict(),
             # Cached blocks have no hidden states, which prompt log probabilities and mean pooling need.
             reuse_prefix=params.prompt_logprobs is None and params.pooling != "mean",
             constrained=grammar is not None,
@@ -74,13 +77,13 @@ class Stream:
         stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(() if endless else eos_ids)
         return cls(request, prompt, params, seed, stop_ids, hashes[-1] if hashes else root, grammar=grammar)
 
-    def values(self, first: int, count: int) -> NDArray[np.int32]:
+    def token_ids(self, first: int, count: int) -> NDArray[np.int32]:
         """Token ids at positions first..first+count-1."""
         split = len(self.prompt)
         if first + count <= split:
             return self.prompt[first : first + count]
-        tail = np.array(self.output[max(0, first - split) : first + count - split], np.int32)
-        return np.concatenate([self.prompt[first:split], tail]) if first < split else tail
+        generated = np.array(self.output[max(0, first - split) : first + count - split], np.int32)
+        return np.concatenate([self.prompt[first:split], generated]) if first < split else generated
 
     def hash_full_blocks(self, computed: int, block_size: int) -> None:
         """Extends the request's hashes over the blocks that `computed` tokens fill."""
@@ -88,9 +91,9 @@ class Stream:
         split = len(self.prompt)
         while (len(hashes) + 1) * block_size <= computed:
             first = len(hashes) * block_size
-            if first >= split:  # the usual case; without numpy, because many streams fill a block in every step
+            if first >= split:  # the usual case; without numpy, because many sequences fill a block in every step
                 content = array("i", self.output[first - split : first - split + block_size]).tobytes()
             else:
-                content = self.values(first, block_size).tobytes()
-            self.tail = block_hash(self.tail, content)
-            hashes.append(self.tail)
+                content = self.token_ids(first, block_size).tobytes()
+            self.last_block_hash = block_hash(self.last_block_hash, content)
+            hashes.append(self.last_block_hash)
