@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-from weft.kernels.attention import Heads
+from weft.kernels.attention import AttentionParams
 
-Cut = Callable[[Heads, Tensor, Tensor], None]
+SplitPoint = Callable[[AttentionParams, Tensor, Tensor], None]
 HOST_READS = ("aten._local_scalar_dense.default",)  # the host waits for a number: a capture fails
 
 
@@ -53,7 +53,11 @@ class Tape(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **kwargs)
         assert str(func) not in HOST_READS, f"{func}: the host reads a number of the device in a captured step"
-        self.note(str(func), args, kwargs)
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(numbers): a graph keeps the numbers
+            with self.paused():
+                self.operations.append((str(func), args[0].tolist()))
+        else:
+            self.note(str(func), args, kwargs)
         result = func(*args, **kwargs)
         for one in result if isinstance(result, tuple | list) else (result,):
             if isinstance(one, Tensor) and self._address(one) not in self._before:
@@ -122,7 +126,7 @@ class FullGraphDouble:
             tape.restore()
             self._operations = tape.operations
 
-    def replay(self, *attend: Cut) -> Any:
+    def replay(self, *attend: SplitPoint) -> Any:
         tape = Tape()
         with tape:
             result = self._run(tape, *attend)
@@ -131,17 +135,17 @@ class FullGraphDouble:
         compare(self._operations, tape.operations)
         return result
 
-    def _run(self, tape: Tape, *attend: Cut) -> Any:
+    def _run(self, tape: Tape, *attend: SplitPoint) -> Any:
         return self._step()
 
 
 class PiecewiseGraphDouble(FullGraphDouble):
     """A graph for each layer. What runs between them is in none of them."""
 
-    def _run(self, tape: Tape, *attend: Cut) -> Any:
+    def _run(self, tape: Tape, *attend: SplitPoint) -> Any:
         (between,) = attend
 
-        def cut(heads: Heads, q: Tensor, out: Tensor) -> None:
+        def cut(heads: AttentionParams, q: Tensor, out: Tensor) -> None:
             tape.note("between two pieces", heads.layer, q, out)
             with tape.paused():
                 between(heads, q, out)

@@ -1,10 +1,10 @@
-"""The GPU's executor against the CPU's, where there is no GPU: its kernels run in Triton's interpreter, and what stands
-for a captured graph runs its step again. `pytest tests/gpu` does the same, and more, on a GPU."""
+"""The GPU's executor against the CPU's, where there is no GPU: its kernels run in Triton's interpreter, and doubles of
+graphs run their steps again. `pytest tests/gpu` does the same, and more, on a GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 import weft
 from tests.engine.tiny import write_letters
 from tests.kernels.device import DEVICE, Moment
+from tests.kernels.graph_double import FullGraphDouble, PiecewiseGraphDouble, launches_on_tape
 from tests.models import tiny
 from weft import SamplingParams, StructuredOutputs
 from weft.core.slots import Slots
@@ -34,54 +35,59 @@ SEQS, CONTEXT, BUDGET = 5, 40, 16  # of 16 tokens a step: prompts are cut into s
 LENGTHS = (3, 19, 26, 5)
 
 
-class Again:
-    """A graph, or the pieces of one: as it is captured, nothing runs. Of warm-ups, only some layers do."""
-
-    is_warm_up = False
-
-    def __init__(self, step: Callable[..., Any], pool: object) -> None:
-        assert not Again.is_warm_up
-        self.replay = step
-
-
-class AgainInPieces(Again):
-    """A graph for each layer."""
-
-
 @contextmanager
 def _abridged(model: CausalLM) -> Iterator[None]:
-    Again.is_warm_up = True
+    FullGraphDouble.is_warm_up = True
     try:
         with ABRIDGED(model):
             yield
     finally:
-        Again.is_warm_up = False
+        FullGraphDouble.is_warm_up = False
 
 
 ABRIDGED = CausalLM.abridged
 
 
-@pytest.fixture(autouse=True)
-def _device_of_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _device_of_paper() -> Iterator[None]:
     def pinned(*size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32)
 
-    for module in (staging, cuda_executor):
-        monkeypatch.setattr(module, "pinned", pinned)
-    monkeypatch.setattr(cuda_executor, "FullGraph", Again)
-    monkeypatch.setattr(cuda_executor, "PiecewiseGraph", AgainInPieces)
-    monkeypatch.setattr(CausalLM, "abridged", _abridged)
-    monkeypatch.setattr(cuda_executor, "warm_up", lambda step: step())
-    monkeypatch.setattr(cuda_executor, "sm_count", lambda device: 3)
-    monkeypatch.setattr(cuda_executor, "sampling_sizes", lambda most: [3, most])  # more than some steps have
-    for name, value in {
-        "Event": Moment,
-        "current_stream": lambda device: Moment(),
-        "synchronize": lambda device=None: None,
-        "graph_pool_handle": lambda: (0, 0),
-        "mem_get_info": lambda device=None: (1 << 30, 1 << 31),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
+    with pytest.MonkeyPatch.context() as monkeypatch, launches_on_tape():
+        for module in (staging, cuda_executor):
+            monkeypatch.setattr(module, "pinned", pinned)
+        monkeypatch.setattr(cuda_executor, "FullGraph", FullGraphDouble)
+        monkeypatch.setattr(cuda_executor, "PiecewiseGraph", PiecewiseGraphDouble)
+        monkeypatch.setattr(CausalLM, "abridged", _abridged)
+        monkeypatch.setattr(cuda_executor, "warm_up", lambda step: step())
+        monkeypatch.setattr(cuda_executor, "sm_count", lambda device: 3)
+        monkeypatch.setattr(cuda_executor, "sampling_sizes", lambda most: [3, most])  # more than some steps have
+        for name, value in {
+            "Event": Moment,
+            "current_stream": lambda device: Moment(),
+            "synchronize": lambda device=None: None,
+            "graph_pool_handle": lambda: (0, 0),
+            "mem_get_info": lambda device=None: (1 << 30, 1 << 31),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        yield
+
+
+class Engines(NamedTuple):
+    cpu: weft.LLM
+    gpu: weft.LLM
+
+
+@pytest.fixture(scope="module")
+def engines(_device_of_paper: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """The same model on both executors. Graphs are compared with their capture, so nothing may change behind it."""
+    path = tmp_path_factory.mktemp("model")
+    tiny.save(tiny.llama(num_hidden_layers=4, eos_token_id=0), path)  # of four layers, a warm-up runs three
+    write_letters(path, (0,))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(FullGraphDouble, "is_exact", True)
+        with _engine(path, gpu=False) as cpu, _engine(path, gpu=True) as gpu:
+            yield Engines(cpu, gpu)
 
 
 @contextmanager
@@ -129,34 +135,33 @@ EDITS: list[dict[str, Any]] = [
 IN_TURN: list[dict[str, Any]] = [{"max_tokens": 2}, {"max_tokens": 4, "top_k": 3}, {"presence_penalty": 1.0}, {}]
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_tokens_are_those_of_the_cpu(captured: bool, tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_cpu(engines: Engines) -> None:
     """Steps of all kinds one after the other, so that what one leaves behind lies in the way of the next."""
-    tiny.save(tiny.llama(num_hidden_layers=4 if captured else 2), tmp_path)  # of four, a warm-up runs three
-    with _engine(tmp_path, gpu=False) as cpu, _engine(tmp_path, gpu=True, captured=captured) as gpu:
-        for kinds in (GREEDY, CUTS, EDITS, IN_TURN) if captured else (CUTS, IN_TURN):
+    for kinds in (GREEDY, CUTS, EDITS, IN_TURN):
+        assert _tokens(engines.gpu, kinds) == _tokens(engines.cpu, kinds)
+
+
+def test_tokens_of_steps_without_graphs_are_those_of_the_cpu(tmp_path: Path) -> None:
+    tiny.save(tiny.llama(num_hidden_layers=2), tmp_path)
+    with _engine(tmp_path, gpu=False) as cpu, _engine(tmp_path, gpu=True, captured=False) as gpu:
+        for kinds in (CUTS, IN_TURN):
             assert _tokens(gpu, kinds) == _tokens(cpu, kinds)
 
 
-def test_embeddings_are_those_of_the_cpu(tmp_path: Path) -> None:
-    tiny.save(tiny.llama(num_hidden_layers=2), tmp_path)
+def test_embeddings_are_those_of_the_cpu(engines: Engines) -> None:
     prompts = [tiny.prompt(length, seed).tolist() for seed, length in enumerate(LENGTHS)]
-    with _engine(tmp_path, gpu=False) as cpu, _engine(tmp_path, gpu=True) as gpu:
-        for pooling in ("last", "mean"):
-            pairs = zip(*(llm.embed(prompts, pooling=pooling, progress=False) for llm in (gpu, cpu)), strict=True)
-            for found, expected in pairs:
-                assert np.abs(found.vector - expected.vector).max() < 1e-4
+    for pooling in ("last", "mean"):
+        found, expected = (llm.embed(prompts, pooling=pooling, progress=False) for llm in (engines.gpu, engines.cpu))
+        for one, other in zip(found, expected, strict=True):
+            assert np.abs(one.vector - other.vector).max() < 1e-4
 
 
-def test_masks_reach_their_rows(tmp_path: Path) -> None:
+def test_masks_reach_their_rows(engines: Engines) -> None:
     """Beside rows without one, with edits of other kinds, and in steps of graphs for more rows."""
-    tiny.save(tiny.llama(num_hidden_layers=2, eos_token_id=0), tmp_path)
-    write_letters(tmp_path, (0,))
     letters, digits = (StructuredOutputs(regex=f"[{kind}]{{4,}}") for kind in ("a-m", "0-9"))
     kinds = [{"structured_outputs": letters}, {"top_k": 5}, {"structured_outputs": digits, "top_p": 0.8}, *EDITS[:1]]
-    with _engine(tmp_path, gpu=False) as cpu, _engine(tmp_path, gpu=True) as gpu:
-        found = _tokens(gpu, kinds)
-        assert found == _tokens(cpu, kinds)
+    found = _tokens(engines.gpu, kinds)
+    assert found == _tokens(engines.cpu, kinds)
     for row, allowed in ((0, range(1, 14)), (2, range(27, 37))):  # token 0 is the end
         assert len(found[row]) >= 4
         assert set(found[row][:4]) <= set(allowed)
@@ -211,19 +216,21 @@ def test_the_largest_step_is_run_before_memory_is_given_away(
 
 def test_memory_that_is_taken_later_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.save(tiny.llama(num_hidden_layers=3), tmp_path)
-    made: list[Again] = []
-    init = Again.__init__
+    made: list[FullGraphDouble] = []
+    init = FullGraphDouble.__init__
 
-    def counted(self: Again, step: Callable[..., Any], pool: object) -> None:
+    def counted(self: FullGraphDouble, step: Callable[..., Any], pool: object) -> None:
         made.append(self)
         init(self, step, pool)
 
     with _engine(tmp_path, gpu=True, captured=False) as llm:
         executor = llm.engine.loop.executor
         assert isinstance(executor, cuda_executor.CudaExecutor)
-        monkeypatch.setattr(Again, "__init__", counted)
+        monkeypatch.setattr(FullGraphDouble, "__init__", counted)
         executor.capture()
-        graphs = sum(3 if isinstance(one, AgainInPieces) else 1 for one in made)  # one ends where a layer attends
+        graphs = sum(
+            3 if isinstance(one, PiecewiseGraphDouble) else 1 for one in made
+        )  # one ends where a layer attends
         assert len(made) > len({type(one) for one in made}) == 2
         assert executor.later_bytes == executor.sampler.later_bytes + graphs * cuda_executor.GRAPH_BYTES
         assert executor.sampler.later_bytes == 5 * tiny.VOCAB * Slots.size_for(SEQS)

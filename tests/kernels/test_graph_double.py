@@ -22,13 +22,16 @@ class Steps:
         self.weight = torch.ones(8)
 
     def same(self) -> None:
-        self.x.add_(torch.arange(8) * 2)
+        self.x.add_(torch.arange(8) * torch.tensor(2))
 
     def kernel(self) -> None:
         self.x.copy_(fused.add_rms_norm(self.x, None, self.weight, 1e-6)[0])
 
     def with_a_number(self) -> None:
         self.x.add_(self.number)
+
+    def with_a_tensor_of_a_number(self) -> None:
+        self.x.add_(torch.tensor(self.number))
 
     def with_a_number_for_a_kernel(self) -> None:
         fused.add_rms_norm(self.x, None, self.weight, float(self.number))
@@ -81,6 +84,7 @@ def test_what_is_the_same_each_time_passes() -> None:
     "name",
     [
         "with_a_number",
+        "with_a_tensor_of_a_number",
         "with_a_number_for_a_kernel",
         "with_new_memory",
         "with_other_memory",

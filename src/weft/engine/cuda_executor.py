@@ -515,21 +515,29 @@ class CudaExecutor:
         torch.cuda.synchronize(self.device)
 
     def _run_largest_step(self) -> None:
-        """Runs the largest step: as many prompts of the greatest length as fit."""
+        """Runs the largest step: as many prompts of the greatest length as fit, and a sample for every seat."""
         longest = self._longest_prompt
         most = min(self.limits.max_num_batched_tokens, longest * self.limits.max_num_seqs)
         prompts, rest = divmod(most, longest)
-        self._run_dummy_step([longest] * prompts + [rest] * (rest > 0))
+        hidden = self._run_dummy_step([longest] * prompts + [rest] * (rest > 0))
+        self._edited_logits.copy_(
+            self.model.raw_logits(hidden.expand(self.limits.max_num_seqs, -1).contiguous(), self._logits)
+        )
+        for logits in (self._logits, self._edited_logits):
+            self._launch_sampling(logits)
+            self._launch_sampling(logits, truncates=True)
+        self.sampler.warm_up_kernels(self._edited_logits)
 
     @property
     def _longest_prompt(self) -> int:
         return max(1, self.limits.max_model_len - 1)
 
-    def _run_dummy_step(self, counts: list[int], *, first: int = 0, is_last: bool = True) -> None:
-        """Runs one step of dummy slices with `counts` tokens each, which start at position `first`.
+    def _run_dummy_step(self, counts: list[int], *, first: int = 0, is_last: bool = True) -> Tensor:
+        """Runs one step of dummy slices with `counts` tokens each, which start at position `first`, without sampling.
+        Returns the hidden state of one token, [1, hidden].
 
         `is_last`: they are the last slices of their prompts."""
-        limits, device = self.limits, self.device
+        device = self.device
         slots, count = np.zeros(len(counts), np.int64), np.array(counts)
         firsts, are_last = np.full_like(count, first), np.full(len(counts), is_last)
         prefills: PrefillAttention = PlainPrefills(self.kv, self._block_tables, slots, firsts, count)
@@ -542,14 +550,7 @@ class CudaExecutor:
         ids = torch.zeros_like(positions)
         no_slots = torch.full_like(ids, NO_SLOT)
         attention = self._attention(no_slots, positions, 0, prefills, prompt_copy=self._prompt_kv_target)
-        hidden = self.model.forward(ids, attention)
-        self._edited_logits.copy_(
-            self.model.raw_logits(hidden[:1].expand(limits.max_num_seqs, -1).contiguous(), self._logits)
-        )
-        for logits in (self._logits, self._edited_logits):
-            self._launch_sampling(logits)
-            self._launch_sampling(logits, truncates=True)
-        self.sampler.warm_up_kernels(self._edited_logits)
+        return self.model.forward(ids, attention)[:1]
 
 
 class CudaPending:
