@@ -14,7 +14,7 @@ import pytest
 from tests.serve.running import RunningServer, eventually, is_alive
 
 TEXT = "/v1/completions"
-TOKENS = 600
+TOKENS = 300
 NAMES = ("0", "1")
 
 

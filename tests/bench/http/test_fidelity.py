@@ -23,6 +23,15 @@ def fidelity(*arguments: str | Path, home: Path) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for calibrations, for all processes that run these tests: the same engine is calibrated once."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "calibrations"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 def check(found: dict[str, object], policies: list[str]) -> None:
     parts = found["policies"]
     assert isinstance(parts, list)
@@ -36,10 +45,10 @@ def check(found: dict[str, object], policies: list[str]) -> None:
         assert {"TTFT ms p50", "gap ms p99.9", "output tokens/s", "promises kept"} <= {x["name"] for x in one["lines"]}
 
 
-def test_a_workload_is_served_over_http_and_simulated_with_the_servers_calibration(tmp_path: Path) -> None:
+def test_a_workload_is_served_over_http_and_simulated_with_the_servers_calibration(tmp_path: Path, home: Path) -> None:
     file = tmp_path / "result.json"
     command = ("--workload", WORKLOAD, *SMALL, *EASY, "--policy", "chunked,slo", "--repeats", "1", "--json", file)
-    done = fidelity(*command, home=tmp_path)
+    done = fidelity(*command, home=home)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     check(found, ["slo", "chunked"])  # slo first, whose start makes the calibration
@@ -64,10 +73,10 @@ def test_a_shape_without_a_tokenizer_is_served_over_http(tmp_path: Path) -> None
     assert str(tmp_path) not in json.dumps(found), "folders of this machine are not for the docs"
 
 
-def test_an_engine_in_this_process_is_played_the_same_way(tmp_path: Path) -> None:
+def test_an_engine_in_this_process_is_played_the_same_way(tmp_path: Path, home: Path) -> None:
     file = tmp_path / "result.json"
     command = ("--embedded", "--workload", WORKLOAD, *SMALL, *EASY, "--json", file)
-    done = fidelity(*command, home=tmp_path)
+    done = fidelity(*command, home=home)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     check(found, ["slo"])
