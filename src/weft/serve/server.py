@@ -70,9 +70,9 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
     """The server, with the model files that the API process needs. Engine processes read the rest."""
     path = resolve_model_path(engine_options.model)
     chats = options.chat_template, options.chat_template_content_format
-    with closing(TemplateCheck(path, *chats)) as trial:
+    with closing(TemplateCheck(path, *chats)) as check:
         texts = TextProcessor(path, *chats)
-        _check_template(trial.finding())
+        _check_template(check.result())
     names = options.served_model_name or (engine_options.model or DEFAULT_NAME,)
     template = texts.template.source
     parser = RequestParser(

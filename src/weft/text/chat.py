@@ -2,8 +2,8 @@
 
 The template comes with the model, so it runs in a sandbox and sees plain JSON data only. The time of one rendering and
 the length of its text are bounded. A single expression is not bounded. An expression with a huge value (a text times a
-billion) is only caught by the trial at server startup, which runs in a process that can be killed. The rendered prompt
-already contains its special tokens: encode it with `add_special_tokens=False`.
+billion) is only caught by the check at server startup (`TemplateCheck`), which runs in a process that can be killed.
+The rendered prompt already contains its special tokens: encode it with `add_special_tokens=False`.
 """
 
 import json

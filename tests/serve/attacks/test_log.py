@@ -12,7 +12,7 @@ from tests.serve.test_bad_input import CHAT, TEXT, check, exchange
 from weft.serve import log_limits
 from weft.serve.log_limits import MOST, PERIOD, LogRateLimit
 
-# It is fine for the greeting of the trial; what the sandbox forbids is a failure of the server, with a traceback.
+# It is fine for the greeting of TemplateCheck; what the sandbox forbids is a failure of the server, with a traceback.
 TEMPLATE = "{% if messages[0].content == 'x' %}{{ ''.__class__.__mro__ }}{% endif %}{{ messages[0].content }}"
 OPTIONS = ("--policy", "chunked", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "64MiB")
 LEFT_OUT = re.compile(r"weft: (\d+) more errors were left out of the log")

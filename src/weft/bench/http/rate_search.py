@@ -1,4 +1,4 @@
-"""Sweep: the same load at several rates. Each run is saved as one line, so that an interrupted sweep can resume."""
+"""Runs of one load at several rates: the file with one line per run, and the search for the highest rate that holds."""
 
 import hashlib
 import json

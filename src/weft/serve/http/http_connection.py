@@ -1,4 +1,4 @@
-"""Connection: uvicorn's HTTP protocol with limits on what a client may do before it is authenticated.
+"""HttpConnection: uvicorn's HTTP protocol with limits on what a client may do before it is authenticated.
 
 The head of a request is limited in size and time. The overhead of a chunked body (extensions, and trailers, which are
 dropped) is limited in size. A client that stops reading its answer is disconnected. Pipelined requests are ignored.

@@ -1,4 +1,4 @@
-"""Texts: owns the tokenizer and the chat template, and runs long work with them outside the event loop."""
+"""TextProcessor: owns the tokenizer and the chat template, and runs long work with them outside the event loop."""
 
 import asyncio
 import threading
@@ -69,7 +69,7 @@ class TextProcessor:
         continues: bool = False,
         most: int | None = None,
     ) -> tuple[list[int], str]:
-        """Token ids and text of a render_chat conversation. `size` is the size of the request body in bytes.
+        """Token ids and text of a rendered conversation. `size` is the size of the request body in bytes.
 
         With `continues`, the prompt ends inside the last message, and the model continues it.
         """

@@ -1,4 +1,4 @@
-"""Tools: the functions that a chat may or must call, and the structure that this requires of the reply."""
+"""ToolChoice: the functions that a chat may or must call, and the structure that this requires of the reply."""
 
 from typing import Any, NamedTuple
 
