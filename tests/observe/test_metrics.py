@@ -13,14 +13,14 @@ from prometheus_client.samples import Sample
 
 from weft.core.step import StepRecord
 from weft.observe import engine_metrics as module
-from weft.observe.engine_metrics import EngineMetrics, EngineStep, RequestDone
+from weft.observe.engine_metrics import EngineMetrics, EngineStep, FinishedRequestStats
 from weft.observe.exposition import Histogram, Page
 from weft.observe.metrics import CONTENT_TYPE, MAX_ENDPOINTS, ServerMetrics
 
 OWN = {"engine": "0"}
 VLLM = {"model_name": "m", "engine": "0"}
 OF_SERVER = {"requests_started", "requests_refused", "client_disconnects", "http_responses"}  # the rest: of an engine
-DONE = RequestDone(
+DONE = FinishedRequestStats(
     reason="stop",
     prompt_tokens=100,
     output_tokens=11,
@@ -229,7 +229,7 @@ def test_a_finished_request(metrics: ServerMetrics, engine: EngineMetrics) -> No
 
 
 def test_a_request_that_never_started_has_no_phases(metrics: ServerMetrics, engine: EngineMetrics) -> None:
-    engine.finished(RequestDone("abort", 100, 0, 0, 3.0, None, None, None, 3.0, None))
+    engine.finished(FinishedRequestStats("abort", 100, 0, 0, 3.0, None, None, None, 3.0, None))
     scrape = scraped(metrics)
     counts = {
         name: scrape.value(f"weft_{name}_seconds_count", **OWN)

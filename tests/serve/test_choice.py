@@ -12,7 +12,7 @@ import weft
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
 from weft.serve.engines.messages import SequenceEnd
-from weft.serve.engines.submitted_request import SequenceUpdate
+from weft.serve.engines.request_output_collector import SequenceUpdate
 from weft.serve.output.choice import Choice
 from weft.text.reasoning import make_reasoning_parser
 from weft.text.tokenizer import Tokenizer

@@ -22,7 +22,8 @@ from weft.serve.engines.engine_client import DIED, EngineClient, EngineHealth
 from weft.serve.engines.engine_connection import EngineLoad
 from weft.serve.engines.engine_pool import EnginePool, LeastLoadedRouter
 from weft.serve.engines.engine_process import DEATHS_WITHIN, MAX_DEATHS, RestartBackoff
-from weft.serve.engines.submitted_request import EnginePrompt, SubmittedRequest
+from weft.serve.engines.engine_prompt import EnginePrompt
+from weft.serve.engines.request_output_collector import RequestOutputCollector
 
 Scenario = Callable[[EnginePool, Stubs], Coroutine[Any, Any, None]]
 
@@ -74,8 +75,8 @@ def test_one_engine_from_its_start_to_its_restart(play: Callable[..., list[str]]
         assert engines.load == EngineLoad(free_blocks=10)
         first = client.pid
         assert first is not None
-        held, submitted = client.submit([prompt(HOLD, n=2)], 0.0), client.submit([prompt(7)], 0.0)
-        (update,) = await submitted.updates()
+        held, collector = client.submit([prompt(HOLD, n=2)], 0.0), client.submit([prompt(7)], 0.0)
+        (update,) = await collector.updates()
         assert (update.token, update.end and update.end.reason) == (7, "stop")
         assert client.load == EngineLoad(running=2, free_blocks=10)
         client.abort(held, 1)
@@ -99,14 +100,14 @@ def test_a_request_stays_with_the_least_loaded_engine(play: Callable[..., list[s
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
         await until(lambda: engines.ready == {"0", "1"})
         pids = engines.pids
-        requests: list[tuple[EngineClient, SubmittedRequest]] = []
+        requests: list[tuple[EngineClient, RequestOutputCollector]] = []
         for n in (1, 3, 1, 1):  # what was sent counts before the engine has read it
             client = engines.choose([prompt(HOLD, n)])
             requests.append((client, client.submit([prompt(HOLD, n)], 0.0)))
         assert [client.name for client, _ in requests] == ["0", "1", "0", "0"]
         assert engines.load.sequences == 6
-        client, submitted = requests[1]
-        client.abort(submitted)
+        client, collector = requests[1]
+        client.abort(collector)
         await until(lambda: engines.load == EngineLoad(running=3, free_blocks=20))
         assert engines.choose().name == "1"
         engines.reset_cache()
@@ -155,18 +156,18 @@ def test_a_stopped_engine_gets_no_requests(play: Callable[..., list[str]], monke
     assert play(scenario, ("0", "1"), {}, {}) == []
 
 
-def test_an_engine_that_differs_is_given_up(play: Callable[..., list[str]]) -> None:
+def test_an_engine_that_differs_is_not_started_again(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
         await until(lambda: EngineHealth.FATAL in {client.health for client in engines.clients})
         (good,) = (client for client in engines.clients if client.health is EngineHealth.READY)
         assert engines.health is EngineHealth.READY
-        assert engines.fatal is None
+        assert engines.failure is None
         assert engines.info == good.info
         assert [engines.choose() for _ in range(3)] == [good] * 3
         await until(lambda: [pid for pid in engines.pids.values() if pid is not None] == [good.pid])
 
     (line,) = play(scenario, ("0", "1"), {"num_blocks": 10}, {"vocab_size": 50, "num_blocks": 20})
-    assert "is given up: its vocab_size is " in line
+    assert "has failed and is not started again: its vocab_size is " in line
     assert {"50", "1000"} < set(line.replace(",", "").split())
 
 
@@ -186,11 +187,11 @@ def test_requests_are_checked_against_what_every_engine_can_do(play: Callable[..
 def test_no_engine_can_be_started(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
         await until(lambda: engines.health is EngineHealth.FATAL)
-        assert engines.fatal == "no such model", "said once"
+        assert engines.failure == "no such model", "said once"
         assert engines.info is None
         await until(engines.changed.is_set)
 
-    log = play(scenario, ("0", "1"), {"fatal": "no such model"}, {"fatal": "no such model"})
+    log = play(scenario, ("0", "1"), {"failed": "no such model"}, {"failed": "no such model"})
     assert len(log) <= 1  # the last one ends the server, which says the reason
 
 

@@ -33,8 +33,8 @@ VLLM_N = (1, 2, 5, 10, 20)
 VLLM_REASONS = ("stop", "length", "abort", "error")
 
 
-class RequestDone(NamedTuple):
-    """The result of one prompt, with all its `n` completions. Times are in seconds; None: it did not get that far."""
+class FinishedRequestStats(NamedTuple):
+    """The result of one HTTP request, with all its prompts and completions. Times are in seconds; None: not reached."""
 
     reason: str  # "stop", "length", "abort" or "error"
     prompt_tokens: int
@@ -139,25 +139,25 @@ class EngineMetrics:
             else:
                 self.gap_broken += 1
 
-    def finished(self, done: RequestDone) -> None:
-        self.reasons[done.reason] += 1
-        self.queue.add(done.queue)
-        self.e2e.add(done.e2e)
-        if done.prefill is not None:
-            self.prefill.add(done.prefill)
-            self.inference.add(done.prefill + (done.decode or 0.0))
-        if done.decode is not None:
-            self.decode.add(done.decode)
-            later = done.output_tokens - done.n  # tokens with a gap before them, in `n` parallel streams
-            self.time_per_token.add(done.decode * done.n / later if later > 0 else 0.0)
-        if done.largest_gap is not None:
-            self.largest_gap.add(done.largest_gap)
-        self.prompt_lengths.add(done.prompt_tokens)
-        self.computed_lengths.add(done.prompt_tokens - done.cached_tokens)
-        self.output_lengths.add(done.output_tokens)
-        self.n.add(done.n)
-        if done.max_tokens is not None:
-            self.max_tokens.add(done.max_tokens)
+    def finished(self, stats: FinishedRequestStats) -> None:
+        self.reasons[stats.reason] += 1
+        self.queue.add(stats.queue)
+        self.e2e.add(stats.e2e)
+        if stats.prefill is not None:
+            self.prefill.add(stats.prefill)
+            self.inference.add(stats.prefill + (stats.decode or 0.0))
+        if stats.decode is not None:
+            self.decode.add(stats.decode)
+            later = stats.output_tokens - stats.n  # tokens with a gap before them, in `n` parallel streams
+            self.time_per_token.add(stats.decode * stats.n / later if later > 0 else 0.0)
+        if stats.largest_gap is not None:
+            self.largest_gap.add(stats.largest_gap)
+        self.prompt_lengths.add(stats.prompt_tokens)
+        self.computed_lengths.add(stats.prompt_tokens - stats.cached_tokens)
+        self.output_lengths.add(stats.output_tokens)
+        self.n.add(stats.n)
+        if stats.max_tokens is not None:
+            self.max_tokens.add(stats.max_tokens)
 
     def step(self, step: EngineStep) -> None:
         if not step.decode_tokens and not step.prefill_tokens:  # no step ran: reports only the load of the engine

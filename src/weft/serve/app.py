@@ -9,7 +9,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.serve.endpoints.inference_endpoints import InferenceEndpoints
-from weft.serve.endpoints.responses_endpoints import ResponsesEndpoints
+from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
 from weft.serve.endpoints.status_endpoints import StatusEndpoints
 from weft.serve.endpoints.token_endpoints import TokenEndpoints
 from weft.serve.http.middleware import ApiKeys, ApiMiddleware
@@ -59,7 +59,7 @@ def build_app(state: ServerState) -> ASGIApp:
 async def _wait_for_engine(state: ServerState) -> None:
     """Waits for the first engine. No connection is accepted before, so no client waits for the model to load."""
     engines = state.engines
-    while engines.info is None and engines.fatal is None and not state.draining:
+    while engines.info is None and engines.failure is None and not state.draining:
         await engines.changed.wait()
         engines.changed.clear()
     engines.changed.set()

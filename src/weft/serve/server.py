@@ -237,10 +237,10 @@ class _UvicornServer(uvicorn.Server):
         self.should_exit = True
 
     async def _watch_engine(self) -> None:
-        """Announces the first time that an engine is ready. Ends the server if all engines are given up."""
+        """Announces the first time that an engine is ready. Ends the server if all engines have failed."""
         started, engines = clock(), self.state.engines
         said = False
-        while engines.fatal is None:
+        while engines.failure is None:
             await engines.changed.wait()
             engines.changed.clear()
             if engines.info is not None and not said:
@@ -250,7 +250,7 @@ class _UvicornServer(uvicorn.Server):
                 while not self.started:  # uvicorn listens only from then on
                     await asyncio.sleep(0.002)
                 self._announce(seconds)
-        _say(engines.fatal)
+        _say(engines.failure)
         self.exit_code = 1
         self.state.drain()
         self.should_exit = True

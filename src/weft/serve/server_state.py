@@ -129,6 +129,6 @@ class ServerState:
         try:
             if len(data) <= QUICK:
                 return parse_all(data, body_type, NAMES)
-            return await self.parser.texts.run_in_thread(len(data), lambda: parse_all(data, body_type, NAMES))
+            return await self.parser.texts.run_offloaded(len(data), lambda: parse_all(data, body_type, NAMES))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise of_json(error) from None

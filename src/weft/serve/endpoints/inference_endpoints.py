@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import RequestError
-from weft.observe.engine_metrics import RequestDone
+from weft.observe.engine_metrics import FinishedRequestStats
 from weft.observe.tracing import RequestSpan
-from weft.serve.endpoints.background_response import RunRequest
-from weft.serve.endpoints.create_response import CreateResponse
 from weft.serve.endpoints.disconnect_watcher import Canceller, ClientDisconnected, DisconnectWatcher
 from weft.serve.endpoints.response_generator import respond
-from weft.serve.endpoints.responses_endpoints import ResponsesEndpoints
+from weft.serve.endpoints.responses_api.background_response import RunRequest
+from weft.serve.endpoints.responses_api.create_response import CreateResponse
+from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
 from weft.serve.engines.messages import EngineInfo, clock
 from weft.serve.errors import of_request
 from weft.serve.http.middleware import request_id_headers
@@ -126,15 +126,15 @@ class InferenceEndpoints:
 
     async def _respond(self, parsed: ParsedRequest, body: Any, scope: Scope, watcher: Canceller, send: Send) -> None:
         generator = await respond(parsed, self._state.engines, self._state.metrics, watcher, send)
-        self._trace(generator.done, parsed, body, scope)
+        self._trace(generator.stats, parsed, body, scope)
 
-    def _trace(self, done: RequestDone | None, parsed: ParsedRequest, body: Any, scope: Scope) -> None:
-        if self._state.tracer is None or done is None:
+    def _trace(self, stats: FinishedRequestStats | None, parsed: ParsedRequest, body: Any, scope: Scope) -> None:
+        if self._state.tracer is None or stats is None:
             return
         headers, model = scope["headers_by_name"], self._state.names[0]
         self._state.tracer.request(
             RequestSpan(
-                done=done,
+                stats=stats,
                 arrival=parsed.arrival,
                 operation=_operation(body),
                 model=body.model or model,
@@ -144,7 +144,7 @@ class InferenceEndpoints:
                 top_p=getattr(body, "top_p", None),
                 gap_target=finite(parsed.promise.promised_gap),
                 ttft_target=finite(parsed.promise.promised_ttft),
-                error="engine_error" if done.reason == "error" else None,
+                error="engine_error" if stats.reason == "error" else None,
                 traceparent=headers.get(b"traceparent", b"").decode("latin-1") or None,
                 tracestate=headers.get(b"tracestate", b"").decode("latin-1") or None,
             )

@@ -50,8 +50,8 @@ class StatusEndpoints:
                 await send_json(send, 200, {"status": "ok"})
             case EngineHealth.SILENT:
                 raise ApiError(503, NO_RESPONSE, code="engine_silent", retry_after=10)
-            case EngineHealth.STARTING | EngineHealth.FATAL:
-                reason = engines.fatal or "the engine process is starting"
+            case EngineHealth.STARTING | EngineHealth.FAILED:
+                reason = engines.failure or "the engine process is starting"
                 raise ApiError(503, reason, code="engine_down", retry_after=2)
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:

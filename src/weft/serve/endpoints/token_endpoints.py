@@ -5,7 +5,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import RequestError
-from weft.serve.endpoints.responses_endpoints import ResponsesEndpoints
+from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
 from weft.serve.engines.messages import clock
 from weft.serve.errors import of_request
 from weft.serve.http.middleware import request_id_headers, send_json
@@ -43,7 +43,7 @@ class TokenEndpoints:
         info = self._state.engines.info
         found: dict[str, Any] = {"count": len(ids), "max_model_len": info and info.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            found["token_strs"] = await self._parser.texts.run_in_thread(
+            found["token_strs"] = await self._parser.texts.run_offloaded(
                 len(ids), lambda: [tokenizer.token_piece(token) for token in ids]
             )
         await send_json(send, 200, found)
@@ -87,7 +87,7 @@ class TokenEndpoints:
             tokenizer = self._parser.texts.require_tokenizer()
             # The model's vocabulary may be larger than the tokenizer's: such ids have no text, but may be sampled.
             most = max(tokenizer.vocab_size, 0 if info is None else info.vocab_size)
-            text = await self._parser.texts.run_in_thread(size, lambda: _decoded(tokenizer, body.tokens, most))
+            text = await self._parser.texts.run_offloaded(size, lambda: _decoded(tokenizer, body.tokens, most))
         except RequestError as error:
             raise of_request(error) from None
         await send_json(send, 200, {"prompt": text})

@@ -34,12 +34,12 @@ from weft.observe.steps import StepLog
 from weft.serve.engines.heartbeat import Heartbeat
 from weft.serve.engines.messages import (
     AbortSequences,
-    AddRequest,
+    AddPrompt,
     EngineFailed,
     EngineInfo,
     EngineProcessConfig,
     EngineReady,
-    FirstToken,
+    PrefillDone,
     PromptLogprobs,
     RequestRejected,
     ResetPrefixCache,
@@ -139,7 +139,7 @@ class EngineServer:
         self.loop.on_record = self._keep_record
         self._streams: dict[int, Stream] = {}
         self._keys: dict[Stream, int] = {}
-        self._opening: dict[AddRequest, Future[list[Stream]]] = {}  # prompts that another thread is preparing
+        self._opening: dict[AddPrompt, Future[list[Stream]]] = {}  # prompts that another thread is preparing
         # Two separate threads, so that hashing a long prompt never waits for a grammar of another request.
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weft-hash")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="weft-grammar")
@@ -177,7 +177,7 @@ class EngineServer:
 
     def _handle(self, message: ToEngine) -> None:
         match message:
-            case AddRequest():
+            case AddPrompt():
                 self._open(message)
             case AbortSequences(keys):
                 aborted = [
@@ -195,7 +195,7 @@ class EngineServer:
             case ResetPrefixCache():
                 self.loop.scheduler.kv.clear_cache()
 
-    def _open(self, message: AddRequest) -> None:
+    def _open(self, message: AddPrompt) -> None:
         """Opens a prompt's streams. Long prompts and grammars are prepared in other threads, so that no step waits."""
         prompt: Any = np.frombuffer(message.prompt, np.int32)
 
@@ -209,7 +209,7 @@ class EngineServer:
         else:
             self._add(message, work)
 
-    def _add(self, message: AddRequest, opened: Callable[[], list[Stream]]) -> None:
+    def _add(self, message: AddPrompt, opened: Callable[[], list[Stream]]) -> None:
         self._taken += message.params.n
         taken: list[Stream] = []
         try:
@@ -267,7 +267,7 @@ class EngineServer:
             if key is None:
                 continue  # aborted in the meantime
             if len(stream.output) == 1 and token is not None:
-                outputs.first_tokens.append(_first_token(key, stream))
+                outputs.prefills_done.append(_prefill_done(key, stream))
             if logprobs is not None:
                 outputs.logprobs[key] = logprobs
             if embedding is not None:
@@ -275,7 +275,7 @@ class EngineServer:
             if prompt_logprobs is not None:
                 outputs.prompt_logprobs.append(PromptLogprobs(key, first + 1, prompt_logprobs))
             elif reason is not None:
-                outputs.ends.append(_end(key, stream, token, reason))
+                outputs.sequence_ends.append(_end(key, stream, token, reason))
                 del self._streams[key], key_of[stream]
             elif token is not None:
                 keys.append(key)
@@ -303,11 +303,11 @@ class EngineServer:
         return EngineStep.of(record, self.loop.scheduler.queued_tokens, self._taken)
 
 
-def _first_token(key: int, stream: Stream) -> FirstToken:
+def _prefill_done(key: int, stream: Stream) -> PrefillDone:
     request = stream.request
     started, first = request.started or 0.0, request.first_token or 0.0
-    predicted, is_promised = _finite(request.predicted_ttft), request.ttft_target < math.inf
-    return FirstToken(key, started, first, request.cached_tokens, predicted, is_promised)
+    predicted, has_promise = _finite(request.predicted_ttft), request.deadline < math.inf
+    return PrefillDone(key, started, first, request.cached_tokens, predicted, has_promise)
 
 
 def _end(key: int, stream: Stream, token: int | None, reason: str) -> SequenceEnd:

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
-from weft.serve.engines.submitted_request import SequenceUpdate
+from weft.serve.engines.request_output_collector import SequenceUpdate
 from weft.serve.output.token_offsets import TokenOffsets, WithheldLogprobs
-from weft.text.output import TextStream
 from weft.text.reasoning import ReasoningParser
+from weft.text.text_stream import TextStream
 from weft.text.tokenizer import Tokenizer
 from weft.text.tools import ToolCallDelta, ToolParser, make_tool_parser
 

@@ -71,16 +71,16 @@ async def parse_message(
         f"msg_{context.request_id}", parser.model, body.max_tokens, body.service_tier, _omits(body)
     )
     template = parser.texts.template
-    chat = await parser.texts.run_in_thread(context.size, lambda: as_chat(body, template.takes_late_system))
+    chat = await parser.texts.run_offloaded(context.size, lambda: as_chat(body, template.takes_late_system))
     parsed = await parser.chat(chat, context, info, formatter, fits=True)
-    parsed.includes_usage = parsed.counts_first = True  # usage in the last and in the first event
+    parsed.includes_usage = parsed.usage_in_first_chunk = True  # usage in the last and in the first event
     return parsed
 
 
 async def count_tokens(parser: RequestParser, body: CountTokensBody, size: int) -> int:
     """Number of tokens of the prompt. `size` is the body's size in bytes, as in RequestContext."""
     template = parser.texts.template
-    prompt = await parser.texts.run_in_thread(size, lambda: as_prompt(body, template.takes_late_system))
+    prompt = await parser.texts.run_offloaded(size, lambda: as_prompt(body, template.takes_late_system))
     return len(await parser.prompts.chat_token_ids(prompt, size))
 
 

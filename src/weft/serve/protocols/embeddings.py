@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 
 from weft.engine.pooling import Vector, finished
 from weft.errors import RequestError
-from weft.serve.engines.submitted_request import SequenceUpdate
+from weft.serve.engines.request_output_collector import SequenceUpdate
 from weft.serve.output.choice import NO_CALLS, Choice, ChoiceDelta
 from weft.serve.protocols.formatter import to_json
 from weft.serve.protocols.openai_bodies import CompletionBody, Count, Json, Whole

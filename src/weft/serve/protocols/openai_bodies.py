@@ -79,7 +79,7 @@ class SamplingBody(Struct, kw_only=True):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def counts_always(self) -> bool:
+    def usage_in_every_chunk(self) -> bool:
         options = self.stream_options
         return bool(options and options.continuous_usage_stats and options.include_usage is not False)
 

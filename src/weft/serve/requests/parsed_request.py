@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from weft.core import Promise
-from weft.serve.engines.submitted_request import EnginePrompt
+from weft.serve.engines.engine_prompt import EnginePrompt
 from weft.serve.output.choice import Choice
 from weft.serve.protocols.formatter import Formatter
 
@@ -24,8 +24,8 @@ class ParsedRequest:
     promise: Promise
     stream: bool = False
     includes_usage: bool = False
-    counts_always: bool = False  # every chunk has the usage so far
-    counts_first: bool = False  # the opening chunk has the usage so far
+    usage_in_every_chunk: bool = False  # every chunk has the usage so far
+    usage_in_first_chunk: bool = False  # the opening chunk has the usage so far
     is_background: bool = False  # goes on after the client has disconnected
     may_be_large: bool = False  # the answer has log probabilities or embeddings
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)

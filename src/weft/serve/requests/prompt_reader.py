@@ -101,7 +101,7 @@ class PromptReader:
     async def decode(self, ids: TokenIds, special: bool = False) -> str:
         """The text of a prompt; with `special`, special tokens too."""
         decode = partial(self.texts.require_tokenizer().decode, ids, skip_special_tokens=not special)
-        return await self.texts.run_in_thread(4 * len(ids), decode)
+        return await self.texts.run_offloaded(4 * len(ids), decode)
 
 
 def _continues(body: ChatBody | TokenizeBody) -> bool:

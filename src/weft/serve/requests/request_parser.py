@@ -11,8 +11,8 @@ from weft.engine.executor import TokenLogprobs
 from weft.engine.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, Thoughts
 from weft.engine.pooling import check_dimensions, pooling_params
 from weft.errors import RequestError
+from weft.serve.engines.engine_prompt import EnginePrompt
 from weft.serve.engines.messages import EngineInfo
-from weft.serve.engines.submitted_request import EnginePrompt
 from weft.serve.errors import ApiError
 from weft.serve.output.choice import Choice
 from weft.serve.protocols.chat_formatter import ChatFormatter
@@ -132,7 +132,7 @@ class RequestParser:
         formatter = ResponsesFormatter(
             f"resp_{context.request_id}", self.model, self.texts.tokenizer, body, self.tokens_as_ids
         )
-        chat = await self.texts.run_in_thread(context.size, lambda: as_chat(body))
+        chat = await self.texts.run_offloaded(context.size, lambda: as_chat(body))
         parsed = await self.chat(chat, context, info, formatter)
         parsed.includes_usage = True  # the last event carries the usage
         return parsed
@@ -262,7 +262,7 @@ class RequestParser:
             promise=promise,
             stream=bool(body.stream),
             includes_usage=body.includes_usage or self.includes_usage,
-            counts_always=body.counts_always,
+            usage_in_every_chunk=body.usage_in_every_chunk,
             may_be_large=any(one is not None for one in (params.logprobs, params.prompt_logprobs, params.pooling)),
             headers=promise_headers(promise) if info.has_targets or not any(context.targets) else [NOT_PROMISED],
         )

@@ -39,7 +39,7 @@ class TextProcessor:
         self._info: dict[str, Any] | None = None
         self._running = 0  # busy threads
 
-    async def run_in_thread(self, size: int, work: Callable[[], T]) -> T:
+    async def run_offloaded(self, size: int, work: Callable[[], T]) -> T:
         """Runs `work` on `size` characters: here if it is short, else in another thread."""
         if size <= SHORT:
             return work()
@@ -58,7 +58,7 @@ class TextProcessor:
         """Token ids of a text. A text that is sure to exceed `most` tokens is refused before encoding."""
         tokenizer = self.require_tokenizer()
         _check_size(text, most, tokenizer, "prompt")
-        return await self.run_in_thread(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+        return await self.run_offloaded(len(text), lambda: tokenizer.encode(text, add_special_tokens))
 
     async def encode_chat(
         self,
@@ -83,7 +83,7 @@ class TextProcessor:
             _check_size(text, most, tokenizer, "messages")
             return tokenizer.encode(text, add_special_tokens=False), text
 
-        return await self.run_in_thread(size, work)
+        return await self.run_offloaded(size, work)
 
     def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

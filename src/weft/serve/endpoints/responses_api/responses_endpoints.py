@@ -11,11 +11,11 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import RequestError
-from weft.serve.endpoints.background_response import BackgroundResponse, RunRequest
-from weft.serve.endpoints.conversation import Conversation, join_conversation, list_input_items
-from weft.serve.endpoints.event_log import EventLog, follow
 from weft.serve.endpoints.response_generator import JSON_HEADERS
-from weft.serve.endpoints.response_store import ResponseStore, StoredResponse
+from weft.serve.endpoints.responses_api.background_response import BackgroundResponse, RunRequest
+from weft.serve.endpoints.responses_api.conversation import Conversation, join_conversation, list_input_items
+from weft.serve.endpoints.responses_api.event_log import EventLog, follow
+from weft.serve.endpoints.responses_api.response_store import ResponseStore, StoredResponse
 from weft.serve.engines.messages import EngineInfo
 from weft.serve.errors import ApiError
 from weft.serve.http.middleware import request_id_headers, send_json
@@ -56,7 +56,7 @@ class ResponsesEndpoints:
             size += len(previous.input) + len(previous.output)
         if previous is None and not keeps:
             return Conversation(body, b"", size)
-        return await self.parser.texts.run_in_thread(size, lambda: join_conversation(body, previous, size))
+        return await self.parser.texts.run_offloaded(size, lambda: join_conversation(body, previous, size))
 
     def _previous(self, tenant: str, id: str) -> StoredResponse:
         self._check_on("previous_response_id")
@@ -172,7 +172,7 @@ class ResponsesEndpoints:
         if order not in ("asc", "desc"):
             raise ApiError(400, f"order={order!r:.40} is unknown: choose asc or desc", param="order")
         id, items = scope["path_params"]["id"], found.input
-        listed = await self.parser.texts.run_in_thread(
+        listed = await self.parser.texts.run_offloaded(
             len(items), lambda: list_input_items(id, items, order, after, limit)
         )
         await send_json(send, 200, listed, request_id_headers(scope))

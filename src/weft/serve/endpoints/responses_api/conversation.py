@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from weft.errors import RequestError
-from weft.serve.endpoints.response_store import StoredResponse
+from weft.serve.endpoints.responses_api.response_store import StoredResponse
 from weft.serve.errors import ApiError
 from weft.serve.http.json_body import LARGE, MOST_VALUES, hold_too_many
 from weft.serve.protocols.formatter import to_json

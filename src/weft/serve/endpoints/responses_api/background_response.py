@@ -8,9 +8,9 @@ from starlette.types import Message, Send
 
 from weft.errors import RequestError
 from weft.serve.endpoints.disconnect_watcher import CLIENT_DISCONNECTED, Canceller, ClientDisconnected
-from weft.serve.endpoints.event_log import EventLog
-from weft.serve.endpoints.response_store import StoredResponse
-from weft.serve.engines.submitted_request import SubmittedRequest
+from weft.serve.endpoints.responses_api.event_log import EventLog
+from weft.serve.endpoints.responses_api.response_store import StoredResponse
+from weft.serve.engines.request_output_collector import RequestOutputCollector
 from weft.serve.errors import ApiError, of_request
 from weft.serve.protocols.formatter import to_json
 from weft.serve.protocols.responses import ResponsesFormatter
@@ -28,26 +28,26 @@ class BackgroundResponse:
         self.ended = asyncio.Event()
         self.input = input
         self._body = b""
-        self._submitted: SubmittedRequest | None = None
+        self._collector: RequestOutputCollector | None = None
         self._is_cancelled = False
         if self.log is not None:
             self.log.append(formatter.queued())
 
-    def attach(self, submitted: SubmittedRequest) -> None:
-        self._submitted = submitted
+    def attach(self, collector: RequestOutputCollector) -> None:
+        self._collector = collector
         if self._is_cancelled:
-            submitted.fail(CLIENT_DISCONNECTED)
+            collector.fail(CLIENT_DISCONNECTED)
 
     def cancel(self) -> None:
         """Ends the response. `ended` is set once the ResponseGenerator has read the cancellation."""
         self._is_cancelled = True
-        if self._submitted is not None:
-            self._submitted.fail(CLIENT_DISCONNECTED)
+        if self._collector is not None:
+            self._collector.fail(CLIENT_DISCONNECTED)
 
     @property
     def body(self) -> bytes:
         """The current state of the response, as JSON."""
-        begun = self._submitted is not None and bool(self._submitted.first_tokens)
+        begun = self._collector is not None and bool(self._collector.prefills_done)
         return to_json(self.formatter.snapshot("in_progress" if begun else "queued"))
 
     async def run(self, work: RunRequest, admission: ExitStack, failed: Callable[[], None]) -> StoredResponse:

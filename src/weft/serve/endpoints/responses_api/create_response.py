@@ -5,10 +5,10 @@ from contextlib import ExitStack
 import msgspec
 from starlette.types import Message, Receive, Send
 
-from weft.serve.endpoints.background_response import BackgroundResponse, RunRequest
-from weft.serve.endpoints.event_log import follow
-from weft.serve.endpoints.response_store import StoredResponse
-from weft.serve.endpoints.responses_endpoints import ResponsesEndpoints
+from weft.serve.endpoints.responses_api.background_response import BackgroundResponse, RunRequest
+from weft.serve.endpoints.responses_api.event_log import follow
+from weft.serve.endpoints.responses_api.response_store import StoredResponse
+from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
 from weft.serve.engines.messages import EngineInfo
 from weft.serve.http.middleware import send_json
 from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter

@@ -1,0 +1,15 @@
+"""EnginePrompt: one prompt of a request, as the engine needs it."""
+
+from typing import NamedTuple
+
+from weft.engine.engine import Wishes
+from weft.engine.params import SamplingParams
+
+
+class EnginePrompt(NamedTuple):
+    """One prompt of a request, as the engine needs it."""
+
+    tokens: bytes  # int32
+    params: SamplingParams
+    wishes: Wishes
+    salt: str
