@@ -15,7 +15,7 @@ from weft.observe.tracing import RequestSpan, Tracer
 
 DONE = FinishedRequestStats("stop", 100, 20, 64, 0.25, 0.5, 1.0, 0.75, 1.8, 0.2, max_tokens=50)
 SPAN = RequestSpan(
-    DONE, 5.0, "chat", "m", "m-full", "chatcmpl-1", temperature=0.5, top_p=0.9, gap_target=0.05, ttft_target=2.0
+    DONE, 5.0, "chat", "m", "m-full", "chatcmpl-1", "1", temperature=0.5, top_p=0.9, gap_target=0.05, ttft_target=2.0
 )
 
 
@@ -90,6 +90,7 @@ def test_attributes_follow_the_genai_conventions() -> None:
         "gen_ai.response.finish_reasons": ("stop",),
         "gen_ai.usage.input_tokens": 100,
         "gen_ai.usage.output_tokens": 20,
+        "weft.request_id": "1",
         "weft.cached_tokens": 64,
         "weft.ttft": 0.75,
         "weft.largest_gap": 0.2,

@@ -33,6 +33,7 @@ class RequestSpan(NamedTuple):
     model: str  # name that the client sent
     response_model: str
     response_id: str
+    request_id: str = ""  # of the header x-request-id
     temperature: float | None = None
     top_p: float | None = None
     gap_target: float | None = None
@@ -136,6 +137,7 @@ def _attributes(request: RequestSpan) -> Attributes:
         "gen_ai.usage.input_tokens": stats.prompt_tokens,
         "gen_ai.usage.output_tokens": stats.output_tokens,
         "error.type": (request.error or "_OTHER") if stats.reason == "error" else None,
+        "weft.request_id": request.request_id or None,
         "weft.cached_tokens": stats.cached_tokens,
         "weft.ttft": stats.ttft,
         "weft.largest_gap": stats.largest_gap,

@@ -27,7 +27,7 @@ from weft.serve.protocols.responses import ResponsesBody
 from weft.serve.protocols.unsupported_fields import HEADER as IGNORED_HEADER
 from weft.serve.protocols.unsupported_fields import header_value, unknown_fields
 from weft.serve.requests.parsed_request import ParsedRequest, finite
-from weft.serve.requests.request_context import RequestContext, new_request_id
+from weft.serve.requests.request_context import RequestContext
 from weft.serve.server_state import ServerState
 
 B = TypeVar("B")
@@ -90,7 +90,13 @@ class InferenceEndpoints:
                 data = await state.body_reader.read(scope, receive)
                 watcher = admission.enter_context(closing(DisconnectWatcher(receive)))
                 context = RequestContext(
-                    tenant, state.salt(tenant), latency_targets(headers), arrival, new_request_id(), len(data)
+                    tenant=tenant,
+                    salt=state.salt(tenant),
+                    targets=latency_targets(headers),
+                    arrival=arrival,
+                    request_id=scope["request_id"].decode(),
+                    random_id=scope["random_id"],
+                    size=len(data),
                 )
                 body, parsed = await watcher.during(self._parse(data, body_type, parse, context, info))
                 parsed.headers += request_id_headers(scope)
@@ -140,6 +146,7 @@ class InferenceEndpoints:
                 model=body.model or model,
                 response_model=model,
                 response_id=parsed.formatter.id,
+                request_id=scope["request_id"].decode(),
                 temperature=getattr(body, "temperature", None),  # embeddings have none
                 top_p=getattr(body, "top_p", None),
                 gap_target=finite(parsed.promise.promised_gap),

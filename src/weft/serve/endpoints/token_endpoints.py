@@ -12,7 +12,7 @@ from weft.serve.http.middleware import request_id_headers, send_json
 from weft.serve.protocols.anthropic_bodies import CountTokensBody, count_tokens
 from weft.serve.protocols.openai_bodies import ChatBody, DetokenizeBody, LatencyTargets, TokenizeBody
 from weft.serve.protocols.responses import ResponsesBody
-from weft.serve.requests.request_context import RequestContext, new_request_id
+from weft.serve.requests.request_context import RequestContext
 from weft.serve.server_state import ServerState
 from weft.text.tokenizer import Tokenizer
 
@@ -99,7 +99,15 @@ class TokenEndpoints:
             info = self._state.engine_info()
             body, size = await self._state.read_body(scope, receive, ResponsesBody)
             self._state.check_model(body.model)
-            context = RequestContext(tenant, "", LatencyTargets(None, None), clock(), new_request_id(), size)
+            context = RequestContext(
+                tenant=tenant,
+                salt="",
+                targets=LatencyTargets(None, None),
+                arrival=clock(),
+                request_id=scope["request_id"].decode(),
+                random_id=scope["random_id"],
+                size=size,
+            )
             try:
                 count = await self._responses.input_tokens(body, context, info)
             except RequestError as error:

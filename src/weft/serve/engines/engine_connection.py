@@ -86,7 +86,9 @@ class EngineConnection:
         for prompt in prompts:
             keys = list(itertools.islice(self._next_key, prompt.params.n))
             collector.keys += keys
-            message = AddPrompt(keys[0], prompt.tokens, prompt.params, prompt.wishes, prompt.salt, arrival)
+            message = AddPrompt(
+                keys[0], prompt.tokens, prompt.params, prompt.wishes, prompt.salt, arrival, prompt.request_id
+            )
             try:
                 messages.append(encode(message))
             except (OverflowError, TypeError, ValueError) as error:  # a number in a schema that needs over 64 bits

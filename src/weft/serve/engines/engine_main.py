@@ -222,7 +222,7 @@ class EngineServer:
                 self.loop.abort(stream)
             kind = "queue_full" if isinstance(error, QueueFullError) else "request"
             if not isinstance(error, RequestError):
-                self.errors.write(traceback.format_exc())
+                self.errors.write(f"weft: an error in request {message.request_id}:\n{traceback.format_exc()}")
                 kind = "error"
             self.socket.send(encode(RequestRejected(message.key, kind, str(error))))
             return

@@ -144,7 +144,7 @@ class EnginePool:
         await asyncio.gather(*(client.close() for client in self.clients))
 
     def choose(self, prompts: Sequence[EnginePrompt] = ()) -> EngineClient:
-        """A ready engine. If none is ready, any engine: a request waits there if it is silent, and fails if it is not."""
+        """A ready engine. If none is ready, any engine: a request waits there if it is silent, else it fails."""
         ready = [client for client in self.clients if client.health is EngineHealth.READY]
         return self._router.choose(ready or self.clients, prompts)
 

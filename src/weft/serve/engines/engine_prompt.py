@@ -13,3 +13,4 @@ class EnginePrompt(NamedTuple):
     params: SamplingParams
     wishes: Wishes
     salt: str
+    request_id: str = ""  # of the HTTP request, for the log

@@ -42,6 +42,7 @@ class AddPrompt(msgspec.Struct, tag="add", array_like=True, eq=False):
     wishes: Wishes
     salt: str
     arrival: float
+    request_id: str = ""  # of the HTTP request, for the log
 
 
 class AbortSequences(msgspec.Struct, tag="abort", array_like=True):

@@ -128,7 +128,8 @@ class ApiMiddleware:
 
         scope["headers_by_name"] = headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
-        scope["request_id"] = given if _ID.fullmatch(given) else secrets.token_hex(12).encode()
+        scope["random_id"] = random_id = secrets.token_hex(12)
+        scope["request_id"] = given if _ID.fullmatch(given) else random_id.encode()
         open_to = self.origins.open_to(headers.get(b"origin"))
         scope["app"] = self  # makes the router raise HTTPException for an unknown path
         try:
@@ -152,7 +153,7 @@ class ApiMiddleware:
                 ending = ApiError(503, "the server is shutting down", code="draining", retry_after=5)
                 await _fail(counted, ending, scope)
         except Exception:
-            self.log.write(traceback.format_exc())
+            self.log.write(f"weft: an error in request {scope['request_id'].decode()}:\n{traceback.format_exc()}")
             if not status:
                 wrong = ApiError(500, "something went wrong inside the server; its log says more", code="internal")
                 await _fail(counted, wrong, scope)

@@ -68,7 +68,7 @@ async def parse_message(
 ) -> ParsedRequest:
     """A chat request with Anthropic's answer format. `max_tokens` may exceed the context: it is then lowered."""
     formatter = MessagesFormatter(
-        f"msg_{context.request_id}", parser.model, body.max_tokens, body.service_tier, _omits(body)
+        f"msg_{context.response_id}", parser.model, body.max_tokens, body.service_tier, _omits(body)
     )
     template = parser.texts.template
     chat = await parser.texts.run_offloaded(context.size, lambda: as_chat(body, template.takes_late_system))

@@ -85,7 +85,7 @@ class RequestParser:
             prompt_logprobs=body.prompt_logprobs if describes is None else max(describes, body.prompt_logprobs or 0),
         )
         formatter = CompletionFormatter(
-            f"cmpl-{context.request_id}",
+            f"cmpl-{context.response_id}",
             self.model,
             self.texts.tokenizer,
             logprobs=body.logprobs,
@@ -121,7 +121,7 @@ class RequestParser:
         except RequestError as error:
             raise ApiError(400, str(error), param=body.field) from None
         params = pooling_params(self.pooling)
-        formatter = body.formatter(f"embd-{context.request_id}", self.model)
+        formatter = body.formatter(f"embd-{context.response_id}", self.model)
         choices: list[Choice] = [EmbeddingChoice(index, None, ids, params) for index, ids in enumerate(prompts)]
         return await self._parsed_request(completion, context, info, prompts, params, choices, formatter)
 
@@ -129,8 +129,9 @@ class RequestParser:
 
     async def response(self, body: ResponsesBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
         """A chat request with the answer format of /v1/responses."""
+        # Random only: a stored response is found by its id, and the id is part of a path.
         formatter = ResponsesFormatter(
-            f"resp_{context.request_id}", self.model, self.texts.tokenizer, body, self.tokens_as_ids
+            f"resp_{context.random_id}", self.model, self.texts.tokenizer, body, self.tokens_as_ids
         )
         chat = await self.texts.run_offloaded(context.size, lambda: as_chat(body))
         parsed = await self.chat(chat, context, info, formatter)
@@ -182,7 +183,7 @@ class RequestParser:
         self, body: ChatBody, context: RequestContext, prompt: TokenIds, *, legacy: bool
     ) -> ChatFormatter:
         return ChatFormatter(
-            f"chatcmpl-{context.request_id}",
+            f"chatcmpl-{context.response_id}",
             self.model,
             self.texts.tokenizer,
             logprobs=bool(body.logprobs),
@@ -254,7 +255,10 @@ class RequestParser:
         check_described(prompts, params)
         return ParsedRequest(
             formatter=formatter,
-            prompts=[EnginePrompt(np.array(ids, np.int32).tobytes(), engine_params, wishes, salt) for ids in prompts],
+            prompts=[
+                EnginePrompt(np.array(ids, np.int32).tobytes(), engine_params, wishes, salt, context.request_id)
+                for ids in prompts
+            ],
             prompt_tokens=[len(ids) for ids in prompts],
             choices=choices,
             arrival=context.arrival,

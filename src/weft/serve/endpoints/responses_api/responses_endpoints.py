@@ -118,8 +118,11 @@ class ResponsesEndpoints:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, running: BackgroundResponse, work: RunRequest, admission: ExitStack) -> None:
+        def failed() -> None:
+            self.log.write(f"weft: an error in response {running.formatter.id}:\n{traceback.format_exc()}")
+
         try:
-            result = await running.run(work, admission, lambda: self.log.write(traceback.format_exc()))
+            result = await running.run(work, admission, failed)
             if not running.is_deleted and not self.store.put(running.tenant, result):
                 most = self.store.most_each
                 error = ApiError(500, f"the response has {result.size} bytes, and {most} may be stored: ask for less")
