@@ -282,7 +282,7 @@ def test_steps(metrics: ServerMetrics, engine: EngineMetrics) -> None:
 
 def test_a_step_comes_from_its_record() -> None:
     record = StepRecord(1, 10.0, 10.03, 0.02, "", 7, 0, 0, 0, 0, 3, 7, 2, 25)
-    assert EngineStep.of(record, queued_tokens=900, taken=0) == STEP
+    assert EngineStep.of(record, queued_tokens=900, num_handled=0) == STEP
 
 
 def test_counters_outlive_the_engine(metrics: ServerMetrics, engine: EngineMetrics) -> None:

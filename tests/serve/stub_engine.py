@@ -118,7 +118,7 @@ def main() -> None:
                 line = "reset"
         with log.open("a") as file:
             file.write(f"{line}\n")
-        step = EngineStep(0.0, 0.0, None, 0, 0, 0, 0, 0, running, 0, 0, 10, taken=taken)
+        step = EngineStep(0.0, 0.0, None, 0, 0, 0, 0, 0, running, 0, 0, 10, num_handled=taken)
         socket.send(encode(StepOutputs([], [], [], ends, {}, [], step)))
 
 

@@ -132,7 +132,7 @@ def test_one_of_two_engines_dies(play: Callable[..., list[str]]) -> None:
         assert update.failure == DIED
         assert (first.health, engines.health) == (EngineHealth.STARTING, EngineHealth.READY)
         assert engines.choose() is second, "though it has more to do"
-        assert len(kept.open) == 2
+        assert len(kept.open_keys) == 2
         await until(lambda: engines.ready == {"0", "1"})
         assert engines.choose() is first
         await until(lambda: second.load.running == 2)
@@ -158,7 +158,7 @@ def test_a_stopped_engine_gets_no_requests(play: Callable[..., list[str]], monke
 
 def test_an_engine_that_differs_is_not_started_again(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
-        await until(lambda: EngineHealth.FATAL in {client.health for client in engines.clients})
+        await until(lambda: EngineHealth.FAILED in {client.health for client in engines.clients})
         (good,) = (client for client in engines.clients if client.health is EngineHealth.READY)
         assert engines.health is EngineHealth.READY
         assert engines.failure is None
@@ -186,7 +186,7 @@ def test_requests_are_checked_against_what_every_engine_can_do(play: Callable[..
 
 def test_no_engine_can_be_started(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
-        await until(lambda: engines.health is EngineHealth.FATAL)
+        await until(lambda: engines.health is EngineHealth.FAILED)
         assert engines.failure == "no such model", "said once"
         assert engines.info is None
         await until(engines.changed.is_set)

@@ -24,10 +24,11 @@ def told(promise: Promise, ttft_target: float) -> tuple[bool, list[tuple[bytes, 
     request = Request(
         "1", 100, 8, ttft_target=ttft_target, ttft_source=promise.ttft_source, started=1.0, first_token=1.5
     )
+    unused: Any = SimpleNamespace()
     sequence: Any = SimpleNamespace(request=request)
     done = _prefill_done(0, sequence)
     parsed = ParsedRequest(
-        formatter=SimpleNamespace(),  # type: ignore[arg-type]
+        formatter=unused,
         prompts=[],
         prompt_tokens=[100],
         choices=[],
@@ -36,9 +37,9 @@ def told(promise: Promise, ttft_target: float) -> tuple[bool, list[tuple[bytes, 
         promise=promise,
         headers=promise_headers(promise),
     )
-    collector, nothing = RequestOutputCollector(), SimpleNamespace()
+    collector = RequestOutputCollector()
     collector.prefills_done[0] = done
-    generator = ResponseGenerator(parsed, nothing, collector, nothing)  # type: ignore[arg-type]
+    generator = ResponseGenerator(parsed, unused, collector, unused)
     return done.has_ttft_promise, generator._headers()
 
 

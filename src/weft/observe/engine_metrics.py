@@ -67,10 +67,10 @@ class EngineStep(NamedTuple):
     free_blocks: int
     host: HostTimes = HostTimes()
     starved: bool = False
-    taken: int = 0  # streams that the engine process has accepted, rejected or aborted since it started
+    num_handled: int = 0  # sequences that the engine process has accepted, rejected or aborted since it started
 
     @classmethod
-    def of(cls, record: StepRecord, queued_tokens: int, taken: int) -> Self:
+    def of(cls, record: StepRecord, queued_tokens: int, num_handled: int) -> Self:
         return cls(
             record.started,
             record.finished,
@@ -86,7 +86,7 @@ class EngineStep(NamedTuple):
             record.free_blocks,
             record.host,
             record.starved,
-            taken,
+            num_handled,
         )
 
 
@@ -169,8 +169,8 @@ class EngineMetrics:
         if step.predicted:
             self.step_ratio[kind].add(seconds / step.predicted)
         self.step_tokens.add(step.decode_tokens + step.prefill_tokens)
-        for part, taken in zip(HostTimes._fields, step.host, strict=True):
-            self.host_seconds[part].add(taken)
+        for part, part_seconds in zip(HostTimes._fields, step.host, strict=True):
+            self.host_seconds[part].add(part_seconds)
         self.starved_steps += step.starved
         self.decode_tokens += step.decode_tokens
         self.prefill_tokens += step.prefill_tokens

@@ -28,8 +28,9 @@ from weft.serve.app import build_app
 from weft.serve.endpoints.response_generator import SHUT_DOWN
 from weft.serve.engines.engine_pool import EnginePool
 from weft.serve.engines.messages import EngineInfo, EngineProcessConfig, clock
+from weft.serve.http.body_reader import BodyReader
 from weft.serve.http.http_connection import HttpConnection
-from weft.serve.http.middleware import BodyReader, RateLimits
+from weft.serve.http.rate_limits import RateLimits
 from weft.serve.options import ServeOptions
 from weft.serve.requests.request_parser import RequestParser
 from weft.serve.requests.structure_checker import StructureChecker
@@ -40,12 +41,11 @@ from weft.text.reasoning import REASONING_PARSERS, detect_reasoning
 from weft.text.tools import TOOL_PARSERS, detect_tool_format
 
 DEFAULT_NAME = "weft-default"  # name of the model that ships with weft
-SWITCH = (
-    0.0005  # seconds that a thread may hold the GIL while the event loop waits for it; the default of Python is 0.005
-)
-KEEP_ALIVE = 75  # seconds that an idle connection stays open: longer than most proxies keep theirs
+# Seconds that a thread may hold the GIL while the event loop waits for it. Python's default is 0.005.
+GIL_SWITCH_S = 0.0005
+KEEP_ALIVE_S = 75  # seconds that an idle connection stays open: longer than most proxies keep theirs
 MOST_FILES = 65536  # open file descriptors to ask the system for
-LAST_WORDS = 0.2  # seconds to send the final error frames
+FINAL_FRAMES_S = 0.2  # seconds to send the final error frames
 BACKLOG = 4096  # connections that may wait for accept()
 
 
@@ -54,7 +54,7 @@ def serve(options: ServeOptions, engine_options: EngineOptions, engines: int = 1
     listener = _listen(options.host, options.port)
     try:
         state = _build(options, engine_options, engines)
-        sys.setswitchinterval(SWITCH)
+        sys.setswitchinterval(GIL_SWITCH_S)
         _allow_many_connections()
         _say(f"loading {state.names[0]}")
         code = _run(state, listener)
@@ -88,7 +88,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
         fingerprint=_fingerprint(path, engine_options),
         max_logprobs=options.max_logprobs,
         tokens_as_ids=options.return_tokens_as_token_ids,
-        includes_usage=options.enable_force_include_usage,
+        usage_in_last_chunk=options.enable_force_include_usage,
     )
     metrics = ServerMetrics(
         names[0],
@@ -107,7 +107,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
         engines=EnginePool(config, metrics, _say),
         metrics=metrics,
         tracer=Tracer.make(options.otlp_traces_endpoint),
-        limits=RateLimits(options.requests_per_minute, options.max_concurrent_requests),
+        rate_limits=RateLimits(options.requests_per_minute, options.max_concurrent_requests),
         body_reader=BodyReader(int(options.max_body_mb * 1e6)),
         created=int(time.time()),
     )
@@ -179,7 +179,7 @@ def _run(state: ServerState, listener: socket.socket) -> int:
         lifespan="on",
         access_log=False,
         log_level="warning",
-        timeout_keep_alive=KEEP_ALIVE,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,  # our own graceful shutdown (`_drain`) is over by then
         server_header=False,
         proxy_headers=False,
@@ -188,7 +188,7 @@ def _run(state: ServerState, listener: socket.socket) -> int:
         ssl_keyfile=state.options.ssl_keyfile,
     )
     for name in ("uvicorn.error", "asyncio"):  # they log one entry per failure: limit the rate
-        logging.getLogger(name).addFilter(state.log)
+        logging.getLogger(name).addFilter(state.error_log)
     process = _UvicornServer(config, state, listener)
     process.run(sockets=[listener])
     return process.exit_code
@@ -219,7 +219,7 @@ class _UvicornServer(uvicorn.Server):
             _say("ending at once")
             self.state.engines.fail_requests(SHUT_DOWN)
             # Does not wait for busy threads. The engine process ends when this process does.
-            asyncio.get_running_loop().call_later(LAST_WORDS, os._exit, 128 + number)
+            asyncio.get_running_loop().call_later(FINAL_FRAMES_S, os._exit, 128 + number)
             return
         self._ending = asyncio.create_task(self._drain())
 
@@ -233,7 +233,7 @@ class _UvicornServer(uvicorn.Server):
             await asyncio.wait_for(state.drained.wait(), timeout)
         if state.active:
             state.engines.fail_requests(SHUT_DOWN)
-            await asyncio.sleep(LAST_WORDS)
+            await asyncio.sleep(FINAL_FRAMES_S)
         self.should_exit = True
 
     async def _watch_engine(self) -> None:

@@ -18,8 +18,9 @@ from weft.serve.engines.engine_client import EngineHealth
 from weft.serve.engines.engine_pool import EnginePool
 from weft.serve.engines.messages import EngineInfo
 from weft.serve.errors import ApiError, of_json
+from weft.serve.http.body_reader import BodyReader
 from weft.serve.http.json_body import QUICK, parse_all
-from weft.serve.http.middleware import BodyReader, RateLimits
+from weft.serve.http.rate_limits import RateLimits
 from weft.serve.log_limits import LogRateLimit
 from weft.serve.options import ServeOptions
 from weft.serve.protocols.unsupported_fields import NAMES
@@ -40,13 +41,13 @@ class ServerState:
     engines: EnginePool
     metrics: ServerMetrics
     tracer: Tracer | None
-    limits: RateLimits
+    rate_limits: RateLimits
     body_reader: BodyReader
     created: int  # seconds since the epoch
     draining: bool = False
     active: int = 0  # running inference requests
     collector: Collector = field(default_factory=Collector)
-    log: LogRateLimit = field(default_factory=LogRateLimit)
+    error_log: LogRateLimit = field(default_factory=LogRateLimit)
     cache_resets: Counter[str] = field(default_factory=Counter)  # number of prefix cache resets, by tenant
     drained: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and no request is active
 
@@ -64,18 +65,18 @@ class ServerState:
             )
 
     @contextmanager
-    def counted(self, tenant: str) -> Iterator[None]:
+    def rate_limited(self, tenant: str) -> Iterator[None]:
         """Counts a request towards the limits of its API key while it runs."""
-        self.limits.enter(tenant)
+        self.rate_limits.enter(tenant)
         try:
             yield
         finally:
-            self.limits.leave(tenant)
+            self.rate_limits.leave(tenant)
 
     @contextmanager
-    def admitted(self, tenant: str) -> Iterator[None]:
+    def active_request(self, tenant: str) -> Iterator[None]:
         """Counts an inference request while it runs: for the limits of its API key, and for shutdown."""
-        with self.counted(tenant):
+        with self.rate_limited(tenant):
             self.active += 1
             try:
                 yield

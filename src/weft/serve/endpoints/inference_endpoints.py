@@ -41,28 +41,28 @@ class InferenceEndpoints:
         self._pacer = RequestPacer()
         self._unknown_fields = UnknownFieldLog()
 
-    async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, CompletionBody, self._state.parser.completion)
+    async def handle_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, CompletionBody, self._state.parser.parse_completion)
 
-    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, ChatBody, self._state.parser.chat)
+    async def handle_chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, ChatBody, self._state.parser.parse_chat)
 
-    async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle_responses(self, scope: Scope, receive: Receive, send: Send) -> None:
         creation = CreateResponse(self._responses, scope["tenant"], receive, send)
         await self._infer(
             scope, receive, creation.send, ResponsesBody, creation.parse, run_in_background=creation.run_in_background
         )
 
-    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, EmbeddingsBody, self._state.parser.embedding)
+    async def handle_embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, EmbeddingsBody, self._state.parser.parse_pooling)
 
-    async def score(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, ScoreBody, self._state.parser.embedding)
+    async def handle_score(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, ScoreBody, self._state.parser.parse_pooling)
 
-    async def rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, RerankBody, self._state.parser.embedding)
+    async def handle_rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, RerankBody, self._state.parser.parse_pooling)
 
-    async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle_messages(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._infer(scope, receive, send, MessagesBody, partial(parse_message, self._state.parser))
 
     async def _infer(
@@ -76,19 +76,19 @@ class InferenceEndpoints:
     ) -> None:
         """Handles one inference request from the body to the last byte.
 
-        `run_in_background` takes over a background request, together with its place in the count of active requests.
+        `run_in_background` runs a background request. The request stays counted as active until that ends.
         """
         arrival = clock()
         state = self._state
         info = state.engine_info()
         state.check_not_draining()
         tenant, headers = scope["tenant"], scope["headers_by_name"]
-        with ExitStack() as admission:
-            admission.enter_context(state.admitted(tenant))
+        with ExitStack() as request_scope:
+            request_scope.enter_context(state.active_request(tenant))
             try:
                 state.engines.choose().check_queue()  # before the body is read
                 data = await state.body_reader.read(scope, receive)
-                watcher = admission.enter_context(closing(DisconnectWatcher(receive)))
+                watcher = request_scope.enter_context(closing(DisconnectWatcher(receive)))
                 context = RequestContext(
                     tenant=tenant,
                     salt=state.salt(tenant),
@@ -104,7 +104,7 @@ class InferenceEndpoints:
                 run = partial(self._respond, parsed, body, scope)
                 if parsed.is_background and run_in_background is not None:
                     watcher.close()
-                    await run_in_background(parsed, run, admission)
+                    await run_in_background(parsed, run, request_scope)
                 else:
                     await run(watcher, send)
             except (ClientDisconnected, ConnectionResetError):

@@ -115,12 +115,12 @@ class ResponseGenerator:
                     delta = self._apply_update(update)
                     if delta is not None and (formatter.token_ids or not delta.is_empty):
                         extras = {"usage": self._usage()} if shows_usage else {}
-                        if not self._remaining_choices and not self.parsed.includes_usage:
+                        if not self._remaining_choices and not self.parsed.usage_in_last_chunk:
                             extras = {**extras, "metrics": self.request_metrics()}
                         data += formatter.chunk(choice, delta, extras)
                     if data:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
-            last = formatter.last_chunk(self.final_fields()) if self.parsed.includes_usage else b""
+            last = formatter.last_chunk(self.final_fields()) if self.parsed.usage_in_last_chunk else b""
             await send({"type": "http.response.body", "body": last + formatter.done})
         except ApiError as error:
             if not started:

@@ -24,7 +24,7 @@ class TokenEndpoints:
         self._state, self._parser, self._responses = state, state.parser, responses
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._state.counted(scope["tenant"]):
+        with self._state.rate_limited(scope["tenant"]):
             await self._tokenize(scope, receive, send)
 
     async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,7 +36,7 @@ class TokenEndpoints:
             if body.prompt is not None:
                 ids = await self._parser.texts.encode(body.prompt, body.add_special_tokens is not False)
             else:
-                ids = await self._parser.prompts.chat_token_ids(body, size)
+                ids = await self._parser.prompt_reader.chat_token_ids(body, size)
             tokenizer = self._parser.texts.require_tokenizer()
         except RequestError as error:
             raise of_request(error) from None
@@ -49,7 +49,7 @@ class TokenEndpoints:
         await send_json(send, 200, found)
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._state.counted(scope["tenant"]):
+        with self._state.rate_limited(scope["tenant"]):
             body, size = await self._state.read_body(scope, receive, CountTokensBody)
             self._state.check_model(body.model)
             try:
@@ -61,7 +61,7 @@ class TokenEndpoints:
     async def render_chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers with the prompt of a chat, as text and as token ids."""
         info = self._state.engine_info()
-        with self._state.counted(scope["tenant"]):
+        with self._state.rate_limited(scope["tenant"]):
             body, size = await self._state.read_body(scope, receive, ChatBody)
             self._state.check_model(body.model)
             try:
@@ -76,7 +76,7 @@ class TokenEndpoints:
         await send_json(send, 200, await self._parser.texts.info())
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._state.counted(scope["tenant"]):
+        with self._state.rate_limited(scope["tenant"]):
             await self._detokenize(scope, receive, send)
 
     async def _detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +95,7 @@ class TokenEndpoints:
     async def input_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers with the number of prompt tokens of a /v1/responses body."""
         tenant = scope["tenant"]
-        with self._state.counted(tenant):
+        with self._state.rate_limited(tenant):
             info = self._state.engine_info()
             body, size = await self._state.read_body(scope, receive, ResponsesBody)
             self._state.check_model(body.model)

@@ -160,7 +160,7 @@ class EngineConnection:
                 embedding = outputs.embeddings.get(end.key) if outputs.embeddings else None
                 collector.put(SequenceUpdate(index, end.token, end, logprobs.get(end.key), at=now, embedding=embedding))
         if (step := outputs.step) is not None:
-            unread = self._sent - step.taken
+            unread = self._sent - step.num_handled
             self.load = EngineLoad(step.running, step.waiting, step.queued_tokens, step.free_blocks, unread)
             self._on_step(step)
 

@@ -1,4 +1,4 @@
-"""Choice: the visible output of one stream: text, reasoning, tool calls, log probabilities and finish reason."""
+"""Choice: the visible output of one sequence: text, reasoning, tool calls, log probabilities and finish reason."""
 
 import secrets
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class Choice:
         self.calls: list[dict[str, Any]] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []  # of all output tokens
-        self.offsets: list[int] = []  # where they start in the text, even if a stop string then cuts it off
+        self.offsets: list[int] = []  # of each token: where it starts in the text, before a stop string cuts that
         self.text_logprobs: list[TokenLogprobs] = []  # of tokens in visible text only: no reasoning, no tool calls
         # By position, because a preempted request may send a position twice.
         self.prompt_logprobs: dict[int, TokenLogprobs] = {} if prompt_logprobs is None else prompt_logprobs
@@ -117,7 +117,7 @@ class Choice:
             delta = self._split(delta)
         self._texts.append(delta.text)
         self.reason = delta.reason
-        return delta if self._token_offsets is None else self._described(delta)
+        return delta if self._token_offsets is None else self._with_logprobs(delta)
 
     def _measure(self, token: int, found: TokenLogprobs, reason: str | None) -> int:
         """Where a token starts in the text. Keeps its log probabilities until its text is shown."""
@@ -133,7 +133,7 @@ class Choice:
             self._withheld.add_text(self._token_offsets.end())
         return start
 
-    def _described(self, delta: ChoiceDelta) -> ChoiceDelta:
+    def _with_logprobs(self, delta: ChoiceDelta) -> ChoiceDelta:
         """The delta with the log probabilities of its text and the offset of its token."""
         if delta.reasoning:
             self._withheld.take(delta.reasoning)

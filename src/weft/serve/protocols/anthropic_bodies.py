@@ -72,8 +72,8 @@ async def parse_message(
     )
     template = parser.texts.template
     chat = await parser.texts.run_offloaded(context.size, lambda: as_chat(body, template.takes_late_system))
-    parsed = await parser.chat(chat, context, info, formatter, fits=True)
-    parsed.includes_usage = parsed.usage_in_first_chunk = True  # usage in the last and in the first event
+    parsed = await parser.parse_chat(chat, context, info, formatter, fits=True)
+    parsed.usage_in_last_chunk = parsed.usage_in_first_chunk = True  # usage in the last and in the first event
     return parsed
 
 
@@ -81,7 +81,7 @@ async def count_tokens(parser: RequestParser, body: CountTokensBody, size: int) 
     """Number of tokens of the prompt. `size` is the body's size in bytes, as in RequestContext."""
     template = parser.texts.template
     prompt = await parser.texts.run_offloaded(size, lambda: as_prompt(body, template.takes_late_system))
-    return len(await parser.prompts.chat_token_ids(prompt, size))
+    return len(await parser.prompt_reader.chat_token_ids(prompt, size))
 
 
 def as_prompt(body: CountTokensBody, late_system: bool = True) -> TokenizeBody:

@@ -40,7 +40,7 @@ class ChatFormatter(OpenAIFormatter):
 
     def first_chunk(self, choice: Choice, extras: Json) -> bytes:
         shown = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return self._slow(shown, {**self._about_prompt(choice), **extras})
+        return self._encoded_chunk(shown, {**self._about_prompt(choice), **extras})
 
     def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
         text, reasoning, calls, reason = delta.text, delta.reasoning, delta.calls, delta.reason
@@ -65,7 +65,7 @@ class ChatFormatter(OpenAIFormatter):
             shown["stop_reason"] = choice.stop_reason
         if self.token_ids:
             shown["token_ids"] = [] if delta.token is None else [delta.token]
-        return self._slow(shown, extras)
+        return self._encoded_chunk(shown, extras)
 
     def full_response(self, choices: Sequence[Choice], extras: Json) -> Json:
         about = self._about_prompt(choices[0])

@@ -54,13 +54,13 @@ class CompletionFormatter(OpenAIFormatter):
         ids, text = self.prompts[choice.index // self.per_prompt]
         shown: Json = {"index": choice.index, "text": text if self.echo else "", "finish_reason": None}
         shown["logprobs"] = None
-        if self._describes_prompt:
+        if self._shows_prompt_logprobs:
             shown["logprobs"] = self._lists(self._of_prompt(choice, ids), self._prompt_offsets(ids))
         if self.token_ids:
             shown.update(prompt_token_ids=list(ids), token_ids=[])
         if self.prompt_logprobs:
             shown["prompt_logprobs"] = self._all_prompt_logprobs(choice, len(ids))
-        return self._slow(shown, self._billed(extras))
+        return self._encoded_chunk(shown, self._billed(extras))
 
     def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
         if self._is_plain and not (extras or delta.reason):
@@ -76,7 +76,7 @@ class CompletionFormatter(OpenAIFormatter):
             shown["stop_reason"] = choice.stop_reason
         if self.token_ids:
             shown["token_ids"] = [] if delta.token is None or not self.generates else [delta.token]
-        return self._slow(shown, self._billed(extras))
+        return self._encoded_chunk(shown, self._billed(extras))
 
     def _due(self, choice: Choice, delta: ChoiceDelta) -> Json | None:
         """The log probabilities to send with a delta.
@@ -117,7 +117,7 @@ class CompletionFormatter(OpenAIFormatter):
         return {**extras, "usage": {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}}
 
     @property
-    def _describes_prompt(self) -> bool:
+    def _shows_prompt_logprobs(self) -> bool:
         return self.echo and self.logprobs is not None
 
     def _choice(self, choice: Choice, index: int) -> Json:

@@ -45,7 +45,9 @@ class SamplingBody(Struct, kw_only=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
-    user: str | None = None  # users of one API key take turns in the queue; policy slo only
+    user: str | None = (
+        None  # prompts of one user are put back while other users of the same API key wait; policy slo only
+    )
     service_tier: str | None = None  # "flex": batch request without targets, uses spare capacity
     top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -75,7 +77,7 @@ class SamplingBody(Struct, kw_only=True):
     json_schema: Json | None = None
 
     @property
-    def includes_usage(self) -> bool:
+    def usage_in_last_chunk(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property

@@ -25,7 +25,7 @@ class PromptReader:
 
     texts: TextProcessor
 
-    async def completion(self, body: CompletionBody, n: int, info: EngineInfo, keeps: int) -> list[TokenIds]:
+    async def encode_completion(self, body: CompletionBody, n: int, info: EngineInfo, keeps: int) -> list[TokenIds]:
         """The prompts of a completion, truncated to `keeps` tokens. Each is text or token ids in the body."""
         prompt = body.prompt
         every = [prompt] if isinstance(prompt, str) or (prompt and _is_number(prompt[0])) else prompt
@@ -67,7 +67,7 @@ class PromptReader:
                 raise RequestError(f"prompt names token id {token}, outside 0..{info.vocab_size - 1}")
         return prompt
 
-    async def chat(
+    async def encode_chat(
         self, body: ChatBody, size: int, tools: ToolChoice, max_tokens: int | None, info: EngineInfo
     ) -> tuple[TokenIds, str]:
         """Token ids of a chat's prompt, truncated if asked for, and the prompt text before truncation.

@@ -31,8 +31,8 @@ from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter, as
 from weft.serve.requests.parsed_request import ParsedRequest, promise_headers
 from weft.serve.requests.prompt_length import (
     TokenIds,
-    check_described,
     check_length,
+    check_prompt_logprobs,
     kept_tokens,
     prompt_field,
     says_length,
@@ -62,27 +62,29 @@ class RequestParser:
     fingerprint: str | None = None  # hash of the model path, the engine options and weft's version
     max_logprobs: int = MAX_LOGPROBS  # most alternatives per token that a request may ask for
     tokens_as_ids: bool = False  # logprobs name tokens by id, unless the request says otherwise
-    includes_usage: bool = False  # every stream ends with a usage chunk
-    prompts: PromptReader = field(init=False)
+    usage_in_last_chunk: bool = False  # every stream ends with a usage chunk
+    prompt_reader: PromptReader = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompts", PromptReader(self.texts))
+        object.__setattr__(self, "prompt_reader", PromptReader(self.texts))
 
     # Completions
 
-    async def completion(self, body: CompletionBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
+    async def parse_completion(self, body: CompletionBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
         shown, sampled = _completion_counts(body)
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         keeps = kept_tokens(body, max_tokens, info)
-        prompts = await self.prompts.completion(body, sampled, info, keeps)
-        describes = body.logprobs if body.echo else None  # logprobs for the prompt's tokens too
+        prompts = await self.prompt_reader.encode_completion(body, sampled, info, keeps)
+        echo_logprobs = body.logprobs if body.echo else None  # logprobs for the prompt's tokens too
         params = sampling_params(
             body,
             self.defaults,
             n=sampled,
             max_tokens=max(1, max_tokens),
             logprobs=0 if sampled > shown and body.logprobs is None else body.logprobs,
-            prompt_logprobs=body.prompt_logprobs if describes is None else max(describes, body.prompt_logprobs or 0),
+            prompt_logprobs=body.prompt_logprobs
+            if echo_logprobs is None
+            else max(echo_logprobs, body.prompt_logprobs or 0),
         )
         formatter = CompletionFormatter(
             f"cmpl-{context.response_id}",
@@ -92,7 +94,7 @@ class RequestParser:
             token_ids=bool(body.return_token_ids),
             tokens_as_ids=self._tokens_as_ids(body),
             fingerprint=self.fingerprint,
-            prompts=[(ids, await self.prompts.decode(ids) if body.echo else "") for ids in prompts],
+            prompts=[(ids, await self.prompt_reader.decode(ids) if body.echo else "") for ids in prompts],
             per_prompt=sampled,
             echo=bool(body.echo),
             prompt_logprobs=body.prompt_logprobs is not None,
@@ -108,7 +110,7 @@ class RequestParser:
             ]
         return await self._parsed_request(body, context, info, prompts, params, choices, formatter)
 
-    async def embedding(self, body: PoolingBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
+    async def parse_pooling(self, body: PoolingBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
         """A request that pools its prompts: for embeddings, scores or reranking."""
         if not self.pooling:
             raise RequestError(f"{self.model} pools in a way that is not supported: its 1_Pooling/config.json says how")
@@ -117,7 +119,7 @@ class RequestParser:
         completion = body.completion()
         keeps = kept_tokens(completion, 1, info)
         try:
-            prompts = await self.prompts.completion(completion, 1, info, keeps)
+            prompts = await self.prompt_reader.encode_completion(completion, 1, info, keeps)
         except RequestError as error:
             raise ApiError(400, str(error), param=body.field) from None
         params = pooling_params(self.pooling)
@@ -127,18 +129,18 @@ class RequestParser:
 
     # Chats
 
-    async def response(self, body: ResponsesBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
+    async def parse_response(self, body: ResponsesBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
         """A chat request with the answer format of /v1/responses."""
         # Random only: a stored response is found by its id, and the id is part of a path.
         formatter = ResponsesFormatter(
             f"resp_{context.random_id}", self.model, self.texts.tokenizer, body, self.tokens_as_ids
         )
         chat = await self.texts.run_offloaded(context.size, lambda: as_chat(body))
-        parsed = await self.chat(chat, context, info, formatter)
-        parsed.includes_usage = True  # the last event carries the usage
+        parsed = await self.parse_chat(chat, context, info, formatter)
+        parsed.usage_in_last_chunk = True  # the last event carries the usage
         return parsed
 
-    async def chat(
+    async def parse_chat(
         self,
         body: ChatBody,
         context: RequestContext,
@@ -156,7 +158,7 @@ class RequestParser:
         if most == 0:
             raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1")
         tools = ToolChoice.of(body)
-        ids, text = await self.prompts.chat(body, context.size, tools, most, info)
+        ids, text = await self.prompt_reader.encode_chat(body, context.size, tools, most, info)
         if fits and most is not None:
             most = max(1, min(most, info.max_model_len - len(ids)))
         prompt_end = text[-32:]
@@ -176,8 +178,10 @@ class RequestParser:
 
     async def render_chat(self, body: ChatBody, size: int, info: EngineInfo) -> tuple[str, TokenIds]:
         """The prompt of a chat, as text and as token ids. `size` is RequestContext.size."""
-        ids, text = await self.prompts.chat(body, size, ToolChoice.of(body), _chat_max_tokens(body), info)
-        return (text if body.truncate_prompt_tokens is None else await self.prompts.decode(ids, special=True)), ids
+        ids, text = await self.prompt_reader.encode_chat(body, size, ToolChoice.of(body), _chat_max_tokens(body), info)
+        return (
+            text if body.truncate_prompt_tokens is None else await self.prompt_reader.decode(ids, special=True)
+        ), ids
 
     def _chat_formatter(
         self, body: ChatBody, context: RequestContext, prompt: TokenIds, *, legacy: bool
@@ -252,7 +256,7 @@ class RequestParser:
             own = (_seconds(wishes.ttft_target_ms), _seconds(wishes.gap_target_ms))
             constrained = params.structured_outputs is not None
             promise = info.targets.promise(max(map(len, prompts)), *own, constrained)
-        check_described(prompts, params)
+        check_prompt_logprobs(prompts, params)
         return ParsedRequest(
             formatter=formatter,
             prompts=[
@@ -265,7 +269,7 @@ class RequestParser:
             max_tokens=params.max_tokens,
             promise=promise,
             stream=bool(body.stream),
-            includes_usage=body.includes_usage or self.includes_usage,
+            usage_in_last_chunk=body.usage_in_last_chunk or self.usage_in_last_chunk,
             usage_in_every_chunk=body.usage_in_every_chunk,
             may_be_large=any(one is not None for one in (params.logprobs, params.prompt_logprobs, params.pooling)),
             headers=promise_headers(promise) if info.has_targets or not any(context.targets) else [NOT_PROMISED],

@@ -23,15 +23,15 @@ class BackgroundResponse:
 
     def __init__(self, tenant: str, formatter: ResponsesFormatter, input: bytes, streams: bool) -> None:
         self.tenant, self.formatter = tenant, formatter
-        self.log = EventLog() if streams else None
+        self.event_log = EventLog() if streams else None
         self.is_deleted = False
         self.ended = asyncio.Event()
         self.input = input
         self._body = b""
         self._collector: RequestOutputCollector | None = None
         self._is_cancelled = False
-        if self.log is not None:
-            self.log.append(formatter.queued())
+        if self.event_log is not None:
+            self.event_log.append(formatter.queued())
 
     def attach(self, collector: RequestOutputCollector) -> None:
         self._collector = collector
@@ -47,15 +47,15 @@ class BackgroundResponse:
     @property
     def body(self) -> bytes:
         """The current state of the response, as JSON."""
-        begun = self._collector is not None and bool(self._collector.prefills_done)
-        return to_json(self.formatter.snapshot("in_progress" if begun else "queued"))
+        has_tokens = self._collector is not None and bool(self._collector.prefills_done)
+        return to_json(self.formatter.snapshot("in_progress" if has_tokens else "queued"))
 
-    async def run(self, work: RunRequest, admission: ExitStack, failed: Callable[[], None]) -> StoredResponse:
+    async def run(self, work: RunRequest, request_scope: ExitStack, failed: Callable[[], None]) -> StoredResponse:
         """Runs the response to its end, which may be an error, and returns the result.
 
-        `admission` counts it as an active request until then. `failed` is called for internal errors of the server.
+        `request_scope` counts it as an active request until then. `failed` is called for internal errors of the server.
         """
-        with admission:
+        with request_scope:
             try:
                 await work(self, self._take)
             except ClientDisconnected:
@@ -75,7 +75,7 @@ class BackgroundResponse:
 
     @property
     def result(self) -> StoredResponse:
-        log = self.log
+        log = self.event_log
         return StoredResponse(
             self.formatter.id,
             self.formatter.final or self._body,
@@ -89,19 +89,19 @@ class BackgroundResponse:
     def close(self) -> None:
         """Wakes waiting clients. To be called after the result is stored."""
         self.ended.set()
-        if self.log is not None:
-            self.log.end()
+        if self.event_log is not None:
+            self.event_log.end()
 
     async def _take(self, message: Message) -> None:
         """The ASGI `send` of the request: keeps the events of a stream, or the whole response."""
         data = message.get("body", b"")
         if not data:
             return
-        if self.log is None:
+        if self.event_log is None:
             self._body = data
         else:
-            self.log.append(data)
+            self.event_log.append(data)
 
     def _take_event(self, data: bytes) -> None:
-        if self.log is not None:
-            self.log.append(data)
+        if self.event_log is not None:
+            self.event_log.append(data)
