@@ -164,7 +164,7 @@ def test_a_collector_that_never_answers_keeps_nobody() -> None:
         began = time.perf_counter()
         for _ in range(100):
             tracer.request(SPAN)
-        tracer.close(patience=0.2)
+        tracer.close(timeout=0.2)
         assert time.perf_counter() - began < 3.0
     finally:
         server.server_close()

@@ -21,7 +21,7 @@ from weft.serve.engines import engine_process
 from weft.serve.engines.engine_client import DIED, EngineClient, EngineHealth
 from weft.serve.engines.engine_connection import EngineLoad
 from weft.serve.engines.engine_pool import EnginePool, LeastLoadedRouter
-from weft.serve.engines.engine_process import DEATHS_WITHIN, MAX_DEATHS, RestartBackoff
+from weft.serve.engines.engine_process import DEATHS_WITHIN_S, MAX_DEATHS, RestartBackoff
 from weft.serve.engines.engine_prompt import EnginePrompt
 from weft.serve.engines.request_output_collector import RequestOutputCollector
 
@@ -152,7 +152,7 @@ def test_a_stopped_engine_gets_no_requests(play: Callable[..., list[str]], monke
         os.kill(first.pid, signal.SIGCONT)
         await until(lambda: engines.choose() is first)
 
-    monkeypatch.setattr(engine_process, "CHECK_INTERVAL", 0.4)  # seconds between two checks; the stub beats every 0.5
+    monkeypatch.setattr(engine_process, "CHECK_INTERVAL_S", 0.4)  # seconds between two checks; the stub beats every 0.5
     assert play(scenario, ("0", "1"), {}, {}) == []
 
 
@@ -224,4 +224,4 @@ def test_restarts_are_delayed_and_end() -> None:
     assert [restarts.delay(now) for now in range(MAX_DEATHS)] == [0.0, 0.2, 0.4, 0.8, 1.6]
     assert restarts.delay(MAX_DEATHS) is None
     assert len(restarts) == MAX_DEATHS + 1
-    assert restarts.delay(MAX_DEATHS + 1 + DEATHS_WITHIN) == 0.0, "old deaths do not count"
+    assert restarts.delay(MAX_DEATHS + 1 + DEATHS_WITHIN_S) == 0.0, "old deaths do not count"

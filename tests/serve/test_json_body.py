@@ -39,8 +39,8 @@ class Fields(msgspec.Struct):
 )
 def test_pieces_make_the_whole(body: dict, piece: int, indent: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_body, "LARGE", 0)
-        patch.setattr(json_body, "PIECE", piece)
+        patch.setattr(json_body, "LARGE_BODY", 0)
+        patch.setattr(json_body, "IDS_PIECE", piece)
         found = json_body.parse(json.dumps(body, indent=indent).encode(), Fields)
     assert (found.a, found.b) == (body.get("a"), body.get("b"))
 
@@ -86,8 +86,8 @@ def test_what_is_no_json_can_be_counted(text: bytes, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_what_is_wrong_is_wrong_in_pieces_too(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_body, "LARGE", 0)
-    monkeypatch.setattr(json_body, "PIECE", 2)
+    monkeypatch.setattr(json_body, "LARGE_BODY", 0)
+    monkeypatch.setattr(json_body, "IDS_PIECE", 2)
     with pytest.raises(msgspec.MsgspecError):
         json_body.parse(body, CompletionBody)
 

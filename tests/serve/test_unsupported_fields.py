@@ -93,7 +93,7 @@ def test_large_bodies_are_looked_at_too(server: RunningServer) -> None:
 @pytest.mark.parametrize("large", [False, True])
 def test_what_a_body_has_beside_its_fields(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
-        monkeypatch.setattr(json_body, "LARGE", 0)
+        monkeypatch.setattr(json_body, "LARGE_BODY", 0)
     data = json.dumps({"prompt": "x", "mirostat": [1, 2], "other": {"a": 1}}).encode()
     body, others = json_body.parse_all(data, CompletionBody, NAMES)
     assert (body.prompt, set(others)) == ("x", {"mirostat", "other"})

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Spans per export. Encoding them holds the GIL, for which the event loop waits: 3 ms, and 24 ms for the SDK's default
 # of 512.
-BATCH = 64
+SPANS_PER_EXPORT = 64
 
 Attributes = dict[str, str | int | float | list[str]]
 
@@ -67,7 +67,7 @@ class Tracer:
         except ImportError as error:
             raise OptionError(f"traces need OpenTelemetry ({error}): pip install 'weft[otel]'") from None
         provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
-        processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=address), max_export_batch_size=BATCH)
+        processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=address), max_export_batch_size=SPANS_PER_EXPORT)
         provider.add_span_processor(processor)
         return Tracer(provider, clock)
 
@@ -100,11 +100,11 @@ class Tracer:
             phase.end(epoch(start))
         span.end(epoch(arrival + stats.e2e))
 
-    def close(self, patience: float = 5.0) -> None:
-        """Sends remaining spans for at most `patience` seconds: a dead collector must not keep a server alive."""
+    def close(self, timeout: float = 5.0) -> None:
+        """Sends remaining spans for at most `timeout` seconds: a dead collector must not keep a server alive."""
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
-        last.join(patience)
+        last.join(timeout)
 
 
 def _traces_address(endpoint: str) -> str:

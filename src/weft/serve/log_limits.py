@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-MOST_NAME = 64  # characters of a field name that are kept
+MOST_NAME_CHARACTERS = 64  # characters of a field name that are kept
 MOST_NAMES = 100  # unknown field names to remember; clients could send any number
 MOST = 5  # entries within PERIOD; one may be a traceback of about forty lines
 PERIOD = 10.0  # seconds
@@ -64,7 +64,7 @@ class UnknownFieldLog:
         self._names: set[str] = set()
 
     def note(self, names: list[str]) -> None:
-        for name in (name[:MOST_NAME] for name in names):
+        for name in (name[:MOST_NAME_CHARACTERS] for name in names):
             if name not in self._names and len(self._names) < MOST_NAMES:
                 self._names.add(name)
                 self._say(f"weft: requests have the field {name!r}, which is not known here and is ignored")

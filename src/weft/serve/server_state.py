@@ -19,7 +19,7 @@ from weft.serve.engines.engine_pool import EnginePool
 from weft.serve.engines.messages import EngineInfo
 from weft.serve.errors import ApiError, of_json
 from weft.serve.http.body_reader import BodyReader
-from weft.serve.http.json_body import QUICK, parse_all
+from weft.serve.http.json_body import INLINE_BODY, parse_all
 from weft.serve.http.rate_limits import RateLimits
 from weft.serve.log_limits import LogRateLimit
 from weft.serve.options import ServeOptions
@@ -128,7 +128,7 @@ class ServerState:
     async def parse_body(self, data: bytes, body_type: type[B]) -> tuple[B, dict[str, bytes]]:
         """The body, and the fields that `body_type` does not define, as JSON by name."""
         try:
-            if len(data) <= QUICK:
+            if len(data) <= INLINE_BODY:
                 return parse_all(data, body_type, NAMES)
             return await self.parser.texts.run_offloaded(len(data), lambda: parse_all(data, body_type, NAMES))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -73,7 +73,7 @@ class TokenEndpoints:
 
     async def tokenizer_info(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers with the model's tokenizer_config.json and the chat template in use."""
-        await send_json(send, 200, await self._parser.texts.info())
+        await send_json(send, 200, await self._parser.texts.tokenizer_info())
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._state.rate_limited(scope["tenant"]):

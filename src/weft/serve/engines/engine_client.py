@@ -10,7 +10,7 @@ from weft.errors import QueueFullError, RequestError
 from weft.observe.engine_metrics import EngineStep
 from weft.serve.engines.engine_connection import EngineConnection, EngineLoad
 from weft.serve.engines.engine_folder import EngineFolder
-from weft.serve.engines.engine_process import DEATHS_WITHIN, EngineProcess, RestartBackoff
+from weft.serve.engines.engine_process import DEATHS_WITHIN_S, EngineProcess, RestartBackoff
 from weft.serve.engines.engine_prompt import EnginePrompt
 from weft.serve.engines.messages import EngineInfo, EngineProcessConfig, clock
 from weft.serve.engines.request_output_collector import RequestOutputCollector
@@ -149,7 +149,7 @@ class EngineClient:
                 break
             delay = self._restarts.delay(clock())
             if delay is None:
-                self.failure = f"the engine process died {len(self._restarts)} times within {DEATHS_WITHIN:g} s"
+                self.failure = f"the engine process died {len(self._restarts)} times within {DEATHS_WITHIN_S:g} s"
                 if reason != DIED:
                     self.failure += f"; at last: {reason}"
                 break

@@ -15,7 +15,7 @@ from weft.serve.protocols.openai_bodies import (
     TokenizeBody,
 )
 from weft.serve.requests.prompt_length import TokenIds, kept_tokens, too_long, truncate_prompt
-from weft.serve.requests.text_processor import SHORT, TextProcessor
+from weft.serve.requests.text_processor import INLINE_SIZE, TextProcessor
 from weft.serve.requests.tool_choice import ToolChoice
 
 
@@ -42,7 +42,7 @@ class PromptReader:
             ids = await self._token_ids(one, body, info, keeps)
             found.append(truncate_prompt(ids, body, keeps))
             characters += len(one) if isinstance(one, str) else 0
-            if characters > SHORT:  # short texts are encoded on the event loop: let other tasks run
+            if characters > INLINE_SIZE:  # short texts are encoded on the event loop: let other tasks run
                 characters = 0
                 await asyncio.sleep(0)
         return found

@@ -42,7 +42,7 @@ from weft.serve.requests.request_context import RequestContext
 from weft.serve.requests.structure_checker import StructureChecker
 from weft.serve.requests.text_processor import TextProcessor
 from weft.serve.requests.tool_choice import ToolChoice
-from weft.text.reasoning import REASONING_PARSERS, make_reasoning_parser, place_of
+from weft.text.reasoning import REASONING_PARSERS, initial_state, make_reasoning_parser
 
 NOT_PROMISED = (b"x-slo-promise", b"not promised")  # the answer to x-slo headers if the server has no targets
 DEFAULT_MAX_TOKENS = 16  # of a text completion, as at OpenAI; a chat may fill the whole context
@@ -224,11 +224,11 @@ class RequestParser:
         """Lets a reasoning model think freely first. The structure applies after its reasoning."""
         if params.structured_outputs is None or self.reasoning_parser is None:
             return params
-        place = place_of(self.reasoning_parser, prompt_end, begun)
-        if place.over:
+        state = initial_state(self.reasoning_parser, prompt_end, begun)
+        if state.is_over:
             return params
-        style = REASONING_PARSERS[self.reasoning_parser]
-        thoughts = Thoughts(style.start, style.end, place.open)
+        tags = REASONING_PARSERS[self.reasoning_parser]
+        thoughts = Thoughts(tags.start, tags.end, state.is_inside)
         return replace(params, structured_outputs=replace(params.structured_outputs, behind=thoughts))
 
     def _tokens_as_ids(self, body: SamplingBody) -> bool:
@@ -331,8 +331,18 @@ def _wishes(body: SamplingBody, context: RequestContext, info: EngineInfo) -> Wi
         raise RequestError("service_tier=flex is promised nothing: leave the x-slo headers out")
     if not info.has_targets:
         ttft_ms = gap_ms = None  # response headers tell the client so (NOT_PROMISED)
-    # `priority` and `user` only order requests of the same API key. Fairness decides between API keys.
-    return Wishes(0, context.tenant, body.priority or 0, batch, gap_ms, ttft_ms, body.user or "")
+    # The HTTP field `priority` only orders prompts of the same API key, as `user` does: it is `Wishes.precedence`.
+    # `Wishes.priority` is the engine-wide class, which `weft.LLM.generate(priority=...)` sets. It stays 0 here, because
+    # fairness decides between API keys: no client can place itself before others.
+    return Wishes(
+        priority=0,
+        tenant=context.tenant,
+        precedence=body.priority or 0,
+        batch=batch,
+        gap_target_ms=gap_ms,
+        ttft_target_ms=ttft_ms,
+        user=body.user or "",
+    )
 
 
 def _seconds(milliseconds: float | None) -> float | None:

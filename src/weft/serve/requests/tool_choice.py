@@ -86,19 +86,19 @@ class ToolChoice(NamedTuple):
     def _one(self, arguments: str) -> Json:
         """The JSON schema of one tool call. `arguments` is the key of its arguments."""
         # Each tool's schema is a separate definition, so that its references stay inside it.
-        places = [f"#/$defs/{number}" for number in range(len(self.schemas))]
+        references = [f"#/$defs/{number}" for number in range(len(self.schemas))]
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, arguments: {"$ref": place}},
+                "properties": {"name": {"const": name}, arguments: {"$ref": reference}},
                 "required": ["name", arguments],
                 "additionalProperties": False,
             }
-            for (name, _), place in zip(self.schemas, places, strict=True)
+            for (name, _), reference in zip(self.schemas, references, strict=True)
         ]
         defs = {
-            str(number): _moved(schema, place)
-            for number, ((_, schema), place) in enumerate(zip(self.schemas, places, strict=True))
+            str(number): _moved(schema, reference)
+            for number, ((_, schema), reference) in enumerate(zip(self.schemas, references, strict=True))
         }
         return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": defs}
 
@@ -141,15 +141,15 @@ def _allowed(choice: Json, known: list[str]) -> tuple[str, set[str]]:
     return mode, names
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that is moved to `place` in another schema. References to its root are changed to `place`."""
+def _moved(schema: Any, reference: str) -> Any:
+    """A schema that becomes a definition of another schema. References to its root are changed to `reference`."""
     if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
+        return [_moved(one, reference) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {name: _moved(value, place) for name, value in schema.items()}
+    moved = {name: _moved(value, reference) for name, value in schema.items()}
     if isinstance(target := moved.get("$ref"), str) and target.startswith("#"):
-        moved["$ref"] = place + target[1:]
+        moved["$ref"] = reference + target[1:]
     return moved
 
 
