@@ -42,6 +42,19 @@ def test_a_module_docstring_begins_with_a_name_of_the_module() -> None:
     assert wrong == []
 
 
+def test_files_that_the_source_names_exist() -> None:
+    known = [
+        f"/{path.relative_to(ROOT)}" for folder in ("src", "tests", "scripts") for path in (ROOT / folder).rglob("*.py")
+    ]
+    wrong = []
+    for path in SOURCES:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            for name in re.findall(r"(?<![\w/{}])[a-z][\w/]*\.py\b", line):
+                if not name.startswith("vllm/") and not any(file.endswith(f"/{name}") for file in known):
+                    wrong.append(f"{path.relative_to(ROOT)}:{number}: {name}")
+    assert wrong == []
+
+
 def test_prose_uses_few_vague_pronouns() -> None:
     """The words who, those, nobody and whoever often hide the subject of a sentence: name it instead."""
     counts = Counter({str(path.relative_to(ROOT)): len(VAGUE.findall(path.read_text())) for path in [*SOURCES, *PAGES]})

@@ -148,7 +148,7 @@ class EngineMetrics:
             self.inference.add(stats.prefill + (stats.decode or 0.0))
         if stats.decode is not None:
             self.decode.add(stats.decode)
-            later = stats.output_tokens - stats.n  # tokens with a gap before them, in `n` parallel streams
+            later = stats.output_tokens - stats.n  # tokens with a gap before them, in `n` parallel sequences
             self.time_per_token.add(stats.decode * stats.n / later if later > 0 else 0.0)
         if stats.largest_gap is not None:
             self.largest_gap.add(stats.largest_gap)

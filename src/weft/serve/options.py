@@ -34,7 +34,7 @@ class ServeOptions:
     max_body_mb: float = 8.0  # megabytes; larger bodies are refused
     requests_per_minute: int | None = None  # per API key; None: no limit
     max_concurrent_requests: int | None = None  # per API key; None: no limit
-    shutdown_timeout: float = 30.0  # seconds that running streams have to finish
+    shutdown_timeout: float = 30.0  # seconds that running requests have to finish
     tool_call_parser: str | None = None  # None: detected from the chat template
     reasoning_parser: str | None = None  # None: detected from the chat template
     otlp_traces_endpoint: str | None = None  # where spans are sent; None: no tracing

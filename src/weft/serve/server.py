@@ -195,7 +195,7 @@ def _run(state: ServerState, listener: socket.socket) -> int:
 
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn, but signals let running streams finish, and the server exits if the engine cannot be started."""
+    """uvicorn, but signals let running requests finish, and the server exits if the engine cannot be started."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, listener: socket.socket) -> None:
         super().__init__(config)
@@ -224,7 +224,7 @@ class _UvicornServer(uvicorn.Server):
         self._ending = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Waits up to shutdown_timeout for running streams, then exits. Probes and refusals are still answered."""
+        """Waits up to shutdown_timeout for running requests, then exits. Probes and refusals are still answered."""
         state, timeout = self.state, self.state.options.shutdown_timeout
         state.drain()
         if state.active:

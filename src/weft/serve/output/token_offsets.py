@@ -33,7 +33,7 @@ class TokenOffsets:
         return max(before, self.length - len(own)), text
 
     def end(self) -> str:
-        """The text of an incomplete last character, at the end of the stream."""
+        """The text of an incomplete last character, after the last token."""
         text = self._detokenizer.flush()
         self.length += len(text)
         return text

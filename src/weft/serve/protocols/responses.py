@@ -1,6 +1,6 @@
 """/v1/responses: OpenAI's newer API, for text: its body, the translation to a chat, and the answer format.
 
-Here a conversation is complete. stored_responses.py handles what is stored between requests.
+Here a conversation is complete. endpoints/responses_api/ stores what is kept between requests.
 """
 
 import time
