@@ -56,7 +56,7 @@ def serve(options: ServeOptions, engine_options: EngineOptions, engines: int = 1
         state = _build(options, engine_options, engines)
         sys.setswitchinterval(GIL_SWITCH_S)
         _allow_many_connections()
-        _say(f"loading {state.names[0]}")
+        _say(f"loading {state.model_names[0]}")
         code = _run(state, listener)
     finally:
         listener.close()
@@ -102,7 +102,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
     return ServerState(
         options=options,
         engine_options=engine_options,
-        names=names,
+        model_names=names,
         parser=parser,
         engines=EnginePool(config, metrics, _say),
         metrics=metrics,
@@ -259,7 +259,7 @@ class _UvicornServer(uvicorn.Server):
         host, port = self.listener.getsockname()[:2]
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         scheme = "http" if self.state.options.ssl_certfile is None else "https"
-        url, name = f"{scheme}://{shown}:{port}", self.state.names[0]
+        url, name = f"{scheme}://{shown}:{port}", self.state.model_names[0]
         info = self.state.engines.info
         key = " -H 'Authorization: Bearer KEY'" if self.state.options.api_key else ""
         print(f"\nweft serves {name} on {url} (ready after {seconds:.1f} s)")

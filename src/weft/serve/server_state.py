@@ -36,7 +36,7 @@ class ServerState:
 
     options: ServeOptions
     engine_options: EngineOptions
-    names: tuple[str, ...]  # of the model; answers carry the first one
+    model_names: tuple[str, ...]  # answers carry the first one
     parser: RequestParser
     engines: EnginePool
     metrics: ServerMetrics
@@ -98,8 +98,8 @@ class ServerState:
         return info
 
     def check_model(self, name: str | None) -> None:
-        if name and name not in self.names:
-            known = ", ".join(self.names)
+        if name and name not in self.model_names:
+            known = ", ".join(self.model_names)
             raise ApiError(
                 404,
                 f"the model {name!r:.100} does not exist here; known: {known}",

@@ -22,7 +22,8 @@ from weft.serve.http.request_pacer import RequestPacer
 from weft.serve.log_limits import UnknownFieldLog
 from weft.serve.protocols.anthropic_bodies import MessagesBody, parse_message
 from weft.serve.protocols.embeddings import EmbeddingsBody, PoolingBody, RerankBody, ScoreBody
-from weft.serve.protocols.openai_bodies import ChatBody, CompletionBody, latency_targets
+from weft.serve.protocols.latency_headers import latency_targets
+from weft.serve.protocols.openai_bodies import ChatBody, CompletionBody
 from weft.serve.protocols.responses import ResponsesBody
 from weft.serve.protocols.unsupported_fields import HEADER as IGNORED_HEADER
 from weft.serve.protocols.unsupported_fields import header_value, unknown_fields
@@ -137,7 +138,7 @@ class InferenceEndpoints:
     def _trace(self, stats: FinishedRequestStats | None, parsed: ParsedRequest, body: Any, scope: Scope) -> None:
         if self._state.tracer is None or stats is None:
             return
-        headers, model = scope["headers_by_name"], self._state.names[0]
+        headers, model = scope["headers_by_name"], self._state.model_names[0]
         self._state.tracer.request(
             RequestSpan(
                 stats=stats,

@@ -23,7 +23,7 @@ class StatusEndpoints:
         self._state = state
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, 200, {"object": "list", "data": [self._card(name) for name in self._state.names]})
+        await send_json(send, 200, {"object": "list", "data": [self._card(name) for name in self._state.model_names]})
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = scope["path_params"]["name"]
@@ -82,7 +82,7 @@ class StatusEndpoints:
             200,
             {
                 "version": __version__,
-                "model": state.names[0],
+                "model": state.model_names[0],
                 "engine": None if info is None else msgspec.to_builtins(info),
                 "engine_options": asdict(state.engine_options),
                 "server_options": shown,

@@ -89,7 +89,7 @@ def main() -> int:
     collector = Collector()
     collector.freeze()
     socket.send(encode(EngineReady(engine_info_of(engine, config.options))))
-    EngineServer(engine, socket, collector, heartbeat, step_log).run()
+    EngineProcessLoop(engine, socket, collector, heartbeat, step_log).run()
     return 1
 
 
@@ -123,8 +123,8 @@ def engine_info_of(engine: Engine, options: dict[str, Any]) -> EngineInfo:
     )
 
 
-class EngineServer:
-    """Runs one engine in one thread. Messages come and go through one socket."""
+class EngineProcessLoop:
+    """The loop of the engine process: reads messages, runs a step, sends its results. One thread, one socket."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from weft.serve.protocols.openai_bodies import LatencyTargets
+from weft.serve.protocols.latency_headers import LatencyTargets
 
 
 class RequestContext(NamedTuple):
