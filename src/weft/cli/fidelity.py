@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft import __version__
-from weft.bench.engine.others import Others
+from weft.bench.engine.other_processes import OtherProcesses
 from weft.bench.engine.shapes import shape_directory
 from weft.cli.estimate import SERVER_START, in_words, tell_estimate
 from weft.cli.load import api_key, check_folders, new_words, write_json
@@ -204,7 +204,7 @@ def _served_engine(arguments: argparse.Namespace, policy: str) -> Iterator[Serve
         own = [pid for pid in info["processes"].values() if pid is not None]
 
         def play(trace: "Trace", words: int) -> "Served":
-            others = Others(own)
+            others = OtherProcesses(own)
             show = arguments.progress and sys.stderr.isatty()
             vocab_size = facts["vocab_size"]
             served = on_fast_loop(replay(url, trace, vocab_size=vocab_size, words=words, key=key or None, show=show))
@@ -232,7 +232,7 @@ def _embedded(arguments: argparse.Namespace, policy: str) -> Iterator[ServedEngi
             warm, prompts = token_prompts(trace, facts["vocab_size"], words)
             replay(engine, warm, prompts[len(trace.arrivals) :])
             with work_progress(f"{policy}, served", len(trace.arrivals), arguments.progress) as advance:
-                others = Others()
+                others = OtherProcesses()
                 return replace(replay(engine, trace, prompts, advance), others=others.share())
 
         yield ServedEngine(facts, options.max_num_batched_tokens, options.model or "default model", play)

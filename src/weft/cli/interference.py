@@ -22,7 +22,7 @@ from weft.errors import OptionError
 
 if TYPE_CHECKING:
     from weft.bench.engine.interference import Interference
-    from weft.bench.http.interference import Seen
+    from weft.bench.http.interference import ObservedInterference
     from weft.engine.engine import Engine
 
 PROFILE = "h200-llama-3-8b"
@@ -147,7 +147,7 @@ def _outside(arguments: argparse.Namespace) -> int:
     """Measures a running server. MODEL is the name of the model there."""
     import asyncio
 
-    seen: list[Seen] = []
+    seen: list[ObservedInterference] = []
     was_interrupted = False
     print(f"{'run':<8}{'gaps, ms':<10} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8} {'read in':>9}")
     try:
@@ -165,7 +165,7 @@ def _outside(arguments: argparse.Namespace) -> int:
     return interrupted(f"after {len(seen)} of {arguments.runs} runs") if was_interrupted else 0
 
 
-async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
+async def _interfere(arguments: argparse.Namespace, seen: "list[ObservedInterference]") -> None:
     """Performs all runs and appends each to `seen`."""
     import time
 
@@ -181,7 +181,7 @@ async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
     prompts = [RequestSpec(number * scenario.every, tokens, 1) for number in range(scenario.prompts)]
     words = int(time.time())  # new prompts in every run: a prompt in the server's prefix cache would disturb nothing
     async with Client(arguments.url, arguments.model, key=api_key(arguments)) as client:
-        await client.meet()
+        await client.discover()
         if not client.asks_to_ignore_eos:
             print("note: the server refused ignore_eos: streams may end too soon", file=sys.stderr)
         atoms = await Atoms.find(client.count)
@@ -192,7 +192,7 @@ async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
             print("  first tokens of the long prompts after", _milliseconds(seen[-1].ttfts), flush=True)
 
 
-def _parts(seen: "Seen") -> dict[str, dict[str, float]]:
+def _parts(seen: "ObservedInterference") -> dict[str, dict[str, float]]:
     parts = {"before": seen.before, "during": seen.during, "after": seen.after}
     return {name: _percentiles(gaps.tolist()) for name, gaps in parts.items()}
 
@@ -203,7 +203,7 @@ def _print_parts(run: str, parts: dict[str, dict[str, float]], read: float) -> N
         print(f"{run:<8}{name:<10} {cells}" + f" {1000 * read:>9.1f}" * (name == "during"), flush=True)
 
 
-def _print_medians(seen: "list[Seen]") -> None:
+def _print_medians(seen: "list[ObservedInterference]") -> None:
     """Prints the median of each figure over the runs."""
     import numpy as np
 
@@ -215,7 +215,7 @@ def _print_medians(seen: "list[Seen]") -> None:
     _print_parts("median", parts, float(np.median([run.read for run in seen])))
 
 
-def _share(seen: "Seen", target: float) -> float:
+def _share(seen: "ObservedInterference", target: float) -> float:
     """`Interference.within` for a run against a server. `target` is in seconds."""
     from weft.bench.engine.interference import Interference
 
@@ -223,7 +223,7 @@ def _share(seen: "Seen", target: float) -> float:
     return run.within(REAL_FACTOR)
 
 
-def _seen_row(url: str, target_ms: float | None, seen: "Seen") -> dict[str, Any]:
+def _seen_row(url: str, target_ms: float | None, seen: "ObservedInterference") -> dict[str, Any]:
     parts = _parts(seen)
     return {
         "where": url,

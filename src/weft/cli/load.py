@@ -254,7 +254,7 @@ async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tupl
     run = LoadRun()
     options = {"endpoint": arguments.endpoint, "key": api_key(arguments), "temperature": arguments.temperature}
     async with Client(url, arguments.model, timeout=arguments.timeout, **options) as client:
-        await client.meet()
+        await client.discover()
         requests, run.left_out = await _requests(arguments, client, words)
         show = arguments.progress and sys.stderr.isatty()
         async with live_view(run, show):
@@ -298,14 +298,14 @@ def _interrupting(task: "asyncio.Task[LoadRun]") -> Any:
 
 async def _requests(arguments: argparse.Namespace, client: "Client", words: int) -> "tuple[Sequence[LoadRequest], int]":
     """The requests to send, and the number of requests left out because they are too long for the model."""
-    from weft.bench.http.prompts import Atoms, RepeatingRequests, counted, make_requests
+    from weft.bench.http.prompts import Atoms, RepeatingRequests, make_requests, with_token_counts
     from weft.bench.http.workload import cut
 
     count, seed = _counter(arguments, client), arguments.seed + 1_000_003 * words
     specs, left_out = _specs(arguments), None
     atoms = await Atoms.find(count)
     if arguments.sharegpt is not None:
-        specs = await counted(specs, atoms, seed, count)
+        specs = await with_token_counts(specs, atoms, seed, count)
     longest = await _context(client)
     if longest is not None:
         specs, left_out = cut(specs, longest)
@@ -314,7 +314,7 @@ async def _requests(arguments: argparse.Namespace, client: "Client", words: int)
     if not specs:
         raise OptionError("no requests are left to send: choose shorter lengths, or another trace")
     if arguments.trace is not None:  # some of its prompts may be shorter than the tokens that a server adds to each
-        specs = [spec._replace(prompt_tokens=max(spec.prompt_tokens, atoms.least)) for spec in specs]
+        specs = [spec._replace(prompt_tokens=max(spec.prompt_tokens, atoms.least_tokens)) for spec in specs]
     _check_window(arguments, max(spec.at for spec in specs))
     requests = await make_requests(specs, atoms, seed, count)
     sent = RepeatingRequests(requests, specs, atoms, seed) if _fills_its_time(arguments) else requests

@@ -81,10 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _sweep(arguments: argparse.Namespace, low: float, high: float) -> int:
     """Measures all variants. Returns the total number of completed requests."""
-    from weft.bench.http.rate_search import Lines, highest, keeps_up, middle_rates, pace
+    from weft.bench.http.rate_search import RunFile, highest_rate, keeps_up, middle_rates, pace
     from weft.bench.http.variants import Variant, parse_variants, running
 
-    variants, lines, completed = parse_variants(arguments.variant), Lines(arguments.out), 0
+    variants, run_file, completed = parse_variants(arguments.variant), RunFile(arguments.out), 0
     settings = {name: str(value) for name, value in sorted(vars(arguments).items()) if name not in BESIDE}
 
     rates = [*(arguments.rates or ()), *([] if arguments.find is None else [low, high, *middle_rates(low, high)])]
@@ -101,7 +101,7 @@ def _sweep(arguments: argparse.Namespace, low: float, high: float) -> int:
 
         nonlocal completed
         about = {"variant": variant.name, "target": variant.target, "rate": rate, "settings": settings}
-        found = lines.get(about, now)
+        found = run_file.get(about, now)
         if found["was_interrupted"]:
             raise KeyboardInterrupt
         completed += found["completed"]
@@ -118,7 +118,7 @@ def _sweep(arguments: argparse.Namespace, low: float, high: float) -> int:
         for rate in arguments.rates or ():
             measure(variant, rate)
         if arguments.find is not None:
-            best = highest(low, high, partial(holds, variant))
+            best = highest_rate(low, high, partial(holds, variant))
             told = f"{best:.3g} requests/s" if best is not None else f"less than {low:g} requests/s"
             share = f"{100 * arguments.hold:g}%"
             print(f"{variant.name}: the goals are kept by {share} of the requests up to {told}", flush=True)

@@ -70,7 +70,7 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 def run_ab(arguments: argparse.Namespace) -> int:
     from weft.bench.http.variants import parse_variants, running
-    from weft.bench.http.versus import turns
+    from weft.bench.http.versus import run_order
 
     check_folders(arguments)
     arguments = settled(arguments)
@@ -82,7 +82,7 @@ def run_ab(arguments: argparse.Namespace) -> int:
     starts = arguments.repeats * sum(not variant.is_running for variant in variants.values())
     tell_runs(arguments, [arguments.request_rate] * arguments.repeats * len(variants), starts)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
-    order, was_interrupted, words = turns(list(variants), arguments.repeats), False, new_words()
+    order, was_interrupted, words = run_order(list(variants), arguments.repeats), False, new_words()
     for number, name in enumerate(order, start=1):
         print(f"run {number} of {len(order)}: {name}", file=sys.stderr, flush=True)
         try:
