@@ -12,10 +12,10 @@ from weft.cli.load import (
     api_key,
     check_folders,
     interrupted,
-    measured,
+    measure_server,
     new_words,
-    settled,
     show_caveats,
+    with_defaults,
     write_html,
     write_json,
 )
@@ -73,7 +73,7 @@ def run_ab(arguments: argparse.Namespace) -> int:
     from weft.bench.http.versus import run_order
 
     check_folders(arguments)
-    arguments = settled(arguments)
+    arguments = with_defaults(arguments)
     variants = {variant.name: variant for variant in parse_variants(arguments.variant)}
     if len(variants) < 2:
         raise OptionError("--variant is needed twice or more: there is nothing to compare with")
@@ -88,7 +88,7 @@ def run_ab(arguments: argparse.Namespace) -> int:
         try:
             with running(variants[name], api_key(arguments)) as url:
                 # Other prompts for each run: two variants may be one server, or share a prefix cache.
-                found = measured(arguments, url, words + number)
+                found = measure_server(arguments, url, words + number)
             was_interrupted = found["was_interrupted"]
         except KeyboardInterrupt:
             was_interrupted = True
