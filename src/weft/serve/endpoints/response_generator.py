@@ -72,10 +72,10 @@ class ResponseGenerator:
         while self._remaining_choices:
             for update in await self.collector.updates():
                 self._check(update)
-                if self.parsed.choices[update.choice_index].reason is not None:
+                if self.parsed.choices[update.choice_index].finish_reason is not None:
                     continue  # a token that was in flight when a stop string ended the choice
                 if update.token is not None:
-                    self.times.token(update.choice_index, update.at)
+                    self.times.record_token(update.choice_index, update.at)
                 self._apply_update(update)
         body = await self._build_offloaded(
             lambda: to_json(self.parsed.formatter.full_response(self.parsed.choices, self.final_fields()))
@@ -99,7 +99,7 @@ class ResponseGenerator:
                             self._apply_update(update)
                             continue
                     choice = choices[update.choice_index]
-                    if choice.reason is not None:
+                    if choice.finish_reason is not None:
                         continue  # a token that was in flight when a stop string ended the choice
                     if not started:
                         headers = [*STREAM_HEADERS, *self._headers()]
@@ -111,7 +111,7 @@ class ResponseGenerator:
                         else await self._open_choice(choice, shows_usage or self.parsed.usage_in_first_chunk)
                     )
                     if update.token is not None:
-                        times.token(update.choice_index, update.at)
+                        times.record_token(update.choice_index, update.at)
                     delta = self._apply_update(update)
                     if delta is not None and (formatter.token_ids or not delta.is_empty):
                         extras = {"usage": self._usage()} if shows_usage else {}
@@ -132,7 +132,7 @@ class ResponseGenerator:
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
         """Response headers. Without the TTFT promise if a prompt was too long to meet it even on an idle machine."""
-        if all(prefill.has_ttft_promise for prefill in self.collector.prefills_done.values()):
+        if all(done.has_ttft_promise for done in self.collector.prefills_done.values()):
             return self.parsed.headers
         return [header for header in self.parsed.headers if header[0] != TTFT_HEADER]
 
@@ -147,7 +147,7 @@ class ResponseGenerator:
         """
         queue, prefill, decode = self._phases()
         parsed, prefills = self.parsed, self.collector.prefills_done.values()
-        predicted = [prefill.predicted_ttft for prefill in prefills if prefill.predicted_ttft is not None]
+        predicted = [done.predicted_ttft for done in prefills if done.predicted_ttft is not None]
         return {
             "queue_ms": _ms(queue),
             "prefill_ms": _ms(prefill),
@@ -183,10 +183,10 @@ class ResponseGenerator:
             for position, found in enumerate(update.prompt_logprobs.found, start=update.prompt_logprobs.first):
                 choice.prompt_logprobs[position] = found
             return None
-        delta = choice.take(update)
+        delta = choice.append(update)
         if update.end is not None:
             self.sequence_ends[update.choice_index] = update.end
-        if delta.reason is not None:
+        if delta.finish_reason is not None:
             self._remaining_choices -= 1
             if update.end is None:
                 self.engine.abort(self.collector, update.choice_index)
@@ -230,7 +230,7 @@ class ResponseGenerator:
         """Cached prompt tokens, counted once per prompt at its first choice. Its other choices share its blocks."""
         per_prompt = max(1, len(self.parsed.choices) // max(1, len(self.parsed.prompts)))
         prefills = (self.collector.prefills_done.get(index) for index in range(0, len(self.parsed.choices), per_prompt))
-        return sum(prefill.cached_tokens for prefill in prefills if prefill is not None)
+        return sum(done.cached_tokens for done in prefills if done is not None)
 
     def _phases(self) -> tuple[float | None, float | None, float | None]:
         """Seconds in the queue, in prefill and in decode. Each is the slowest choice's; None: no choice got so far."""
@@ -243,7 +243,7 @@ class ResponseGenerator:
     def finish(self, reason: str | None = None) -> None:
         """Adds the request to the metrics. `reason` is why it ended; None: as its choices ended."""
         if reason is None:
-            reason = "length" if all(choice.reason == "length" for choice in self.parsed.choices) else "stop"
+            reason = "length" if all(choice.finish_reason == "length" for choice in self.parsed.choices) else "stop"
         self.stats = self._stats(reason)
         self.metrics.finished(self.stats)
 

@@ -19,7 +19,7 @@ class TokenTimes:
         """When a choice got its latest token."""
         return self._last[index]
 
-    def token(self, index: int, now: float) -> None:
+    def record_token(self, index: int, now: float) -> None:
         """Records a token. Runs for every token."""
         self.tokens += 1
         last = self._last[index]

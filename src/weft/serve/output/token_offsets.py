@@ -62,7 +62,7 @@ class WithheldLogprobs:
         """Adds text that belongs to no visible token."""
         self._text += text
 
-    def take(self, shown: str) -> list[TokenLogprobs]:
+    def release(self, shown: str) -> list[TokenLogprobs]:
         """The log probabilities of the tokens in `shown`. Drops all tokens before it."""
         # Searched from the right: hidden text (a tag) comes before `shown`. What follows may be the start of a tag.
         index = 0 if self._in_order else self._text.rfind(shown)

@@ -43,7 +43,7 @@ class ChatFormatter(OpenAIFormatter):
         return self._encoded_chunk(shown, {**self._about_prompt(choice), **extras})
 
     def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
-        text, reasoning, calls, reason = delta.text, delta.reasoning, delta.calls, delta.reason
+        text, reasoning, calls, reason = delta.text, delta.reasoning, delta.calls, delta.finish_reason
         if self._is_plain and not (extras or reason or reasoning or calls):
             return b"%s%d%s%s%s" % (self._head, choice.index, _CHAT_TEXT, to_json(text), _CHAT_END)
         message: Json = {}
@@ -95,9 +95,9 @@ class ChatFormatter(OpenAIFormatter):
         return {**shown, "token_ids": choice.tokens} if self.token_ids else shown
 
     def _finish(self, choice: Choice) -> str | None:
-        if self.legacy and choice.calls and choice.reason in ("stop", "tool_calls"):
+        if self.legacy and choice.calls and choice.finish_reason in ("stop", "tool_calls"):
             return "function_call"
-        return choice.reason
+        return choice.finish_reason
 
     def _about_prompt(self, choice: Choice) -> Json:
         about: Json = {}

@@ -63,16 +63,16 @@ class CompletionFormatter(OpenAIFormatter):
         return self._encoded_chunk(shown, self._billed(extras))
 
     def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
-        if self._is_plain and not (extras or delta.reason):
+        if self._is_plain and not (extras or delta.finish_reason):
             end = _TEXT_END if not self.token_ids else _TEXT_END_WITH_ID % delta.token
             return b"%s%d%s%s%s" % (self._head, choice.index, _TEXT, to_json(delta.text), end)
         text = delta.text if self.generates else ""
-        shown: Json = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": delta.reason}
+        shown: Json = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": delta.finish_reason}
         if self.logprobs is not None and self.generates:
             shown["logprobs"] = self._due(choice, delta)
-            if not (text or shown["logprobs"] or delta.reason or self.token_ids):
+            if not (text or shown["logprobs"] or delta.finish_reason or self.token_ids):
                 return b""
-        if delta.reason is not None:
+        if delta.finish_reason is not None:
             shown["stop_reason"] = choice.stop_reason
         if self.token_ids:
             shown["token_ids"] = [] if delta.token is None or not self.generates else [delta.token]
@@ -87,7 +87,7 @@ class CompletionFormatter(OpenAIFormatter):
         if delta.logprobs is not None:
             waiting.append((delta.offset, delta.logprobs))
         length = self._streamed[choice.index] = self._streamed.get(choice.index, 0) + len(delta.text)
-        everything = delta.reason is not None or self.tokenizer is None
+        everything = delta.finish_reason is not None or self.tokenizer is None
         due = [one for one in waiting if everything or one[0] < length]
         if not due:
             return None
@@ -135,7 +135,7 @@ class CompletionFormatter(OpenAIFormatter):
             "index": index,
             "text": prompt + text if self.echo else text,
             "logprobs": lists,
-            "finish_reason": choice.reason,
+            "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
         if self.prompt_logprobs:

@@ -195,9 +195,9 @@ class ResponsesFormatter:
             self._logprobs += found
             data += self._delta("response.output_text.delta", content_index=0, delta=delta.text, logprobs=found)
         data += b"".join(self._call(call) for call in dropwhile(continues_call, delta.calls))
-        if delta.reason is not None:
-            self._reason = delta.reason
-            data += self._end_item("incomplete" if delta.reason == "length" else "completed")
+        if delta.finish_reason is not None:
+            self._reason = delta.finish_reason
+            data += self._end_item("incomplete" if delta.finish_reason == "length" else "completed")
         return data
 
     def last_chunk(self, extras: Json) -> bytes:
@@ -222,7 +222,7 @@ class ResponsesFormatter:
             self._items.append(
                 self._item("function_call", function["arguments"], name=function["name"], call_id=call["id"])
             )
-        status = "incomplete" if choice.reason == "length" else "completed"
+        status = "incomplete" if choice.finish_reason == "length" else "completed"
         self._items[-1]["status"] = status
         self.output = _continued(self._items)
         return self._response(status, self._items, extras)
