@@ -56,16 +56,16 @@ def test_values_are_counted_outside_of_texts(found: list) -> None:
     total = sum(map(count, found))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_body, "MOST_VALUES", total)
-        assert not json_body.hold_too_many(texts)
+        assert not json_body.have_too_many_values(texts)
         patch.setattr(json_body, "MOST_VALUES", total - 1)
-        assert json_body.hold_too_many(texts) or not texts
+        assert json_body.have_too_many_values(texts) or not texts
 
 
 @pytest.mark.parametrize("text", [b'"', b'"\\', b'[1, "a\\" , [2', b'\\"'])
 def test_what_is_no_json_can_be_counted(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a model may have written it, in the arguments of a call."""
     monkeypatch.setattr(json_body, "MOST_VALUES", 0)
-    json_body.hold_too_many([text])
+    json_body.have_too_many_values([text])
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ class EngineMetrics:
         )
         self.n = Histogram(VLLM_N)
 
-    def first_token(self, seconds: float, target: float | None) -> None:
-        """Records a completion's first token. Every token is recorded once, here or in `gap`, streamed or not."""
+    def record_first_token(self, seconds: float, target: float | None) -> None:
+        """Records a completion's first token. Every token is recorded here or in `record_gap`, streamed or not."""
         self.ttft.add(seconds)
         if target is not None:
             if seconds <= target:
@@ -130,7 +130,7 @@ class EngineMetrics:
             else:
                 self.ttft_broken += 1
 
-    def gap(self, seconds: float, target: float | None) -> None:
+    def record_gap(self, seconds: float, target: float | None) -> None:
         """Records a later token, `seconds` after the previous one."""
         self.gaps.add(seconds)
         if target is not None:
@@ -139,7 +139,7 @@ class EngineMetrics:
             else:
                 self.gap_broken += 1
 
-    def finished(self, stats: FinishedRequestStats) -> None:
+    def record_finished(self, stats: FinishedRequestStats) -> None:
         self.reasons[stats.reason] += 1
         self.queue.add(stats.queue)
         self.e2e.add(stats.e2e)
@@ -159,9 +159,9 @@ class EngineMetrics:
         if stats.max_tokens is not None:
             self.max_tokens.add(stats.max_tokens)
 
-    def step(self, step: EngineStep) -> None:
+    def record_step(self, step: EngineStep) -> None:
         if not step.decode_tokens and not step.prefill_tokens:  # no step ran: reports only the load of the engine
-            self.load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
+            self.set_load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
             return
         kind = "prefill" if step.prefill_tokens else "decode"
         seconds = step.finished - step.started
@@ -177,22 +177,22 @@ class EngineMetrics:
         self.cached_tokens += step.cached_tokens
         self.preemptions += step.preemptions
         self.lost_tokens += step.lost_tokens
-        self.load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
+        self.set_load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
 
-    def load(self, running: int, waiting: int, queued_tokens: int, free_blocks: int) -> None:
+    def set_load(self, running: int, waiting: int, queued_tokens: int, free_blocks: int) -> None:
         """Sets the load of the engine. Steps report it; this is for changes between steps, such as the last abort."""
         self.running, self.waiting = running, waiting
         self.queued_tokens, self.free_blocks = queued_tokens, free_blocks
 
-    def ready(self, block_size: int, num_blocks: int) -> None:
+    def record_start(self, block_size: int, num_blocks: int) -> None:
         """Records that a process of the engine is ready, the first one or a later one."""
         self.starts += 1
         self.block_size, self.num_blocks = block_size, num_blocks
-        self.load(0, 0, 0, num_blocks)
+        self.set_load(0, 0, 0, num_blocks)
 
-    def lost(self) -> None:
+    def record_death(self) -> None:
         """Records that the engine's process has ended."""
-        self.load(0, 0, 0, self.num_blocks)
+        self.set_load(0, 0, 0, self.num_blocks)
 
     @property
     def restarts(self) -> int:

@@ -17,13 +17,13 @@ from weft.observe.tracing import Tracer
 from weft.serve.engines.engine_client import EngineHealth
 from weft.serve.engines.engine_pool import EnginePool
 from weft.serve.engines.messages import EngineInfo
-from weft.serve.errors import ApiError, of_json
+from weft.serve.errors import ApiError, from_json_error
 from weft.serve.http.body_reader import BodyReader
 from weft.serve.http.json_body import INLINE_BODY, parse_all
 from weft.serve.http.rate_limits import RateLimits
 from weft.serve.log_limits import LogRateLimit
 from weft.serve.options import ServeOptions
-from weft.serve.protocols.unsupported_fields import NAMES
+from weft.serve.protocols.unsupported_fields import KNOWN_FIELDS
 from weft.serve.requests.request_parser import RequestParser
 
 B = TypeVar("B")
@@ -129,7 +129,7 @@ class ServerState:
         """The body, and the fields that `body_type` does not define, as JSON by name."""
         try:
             if len(data) <= INLINE_BODY:
-                return parse_all(data, body_type, NAMES)
-            return await self.parser.texts.run_offloaded(len(data), lambda: parse_all(data, body_type, NAMES))
+                return parse_all(data, body_type, KNOWN_FIELDS)
+            return await self.parser.texts.run_offloaded(len(data), lambda: parse_all(data, body_type, KNOWN_FIELDS))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise of_json(error) from None
+            raise from_json_error(error) from None

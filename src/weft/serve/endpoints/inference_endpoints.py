@@ -16,7 +16,7 @@ from weft.serve.endpoints.responses_api.background_response import RunRequest
 from weft.serve.endpoints.responses_api.create_response import CreateResponse
 from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
 from weft.serve.engines.messages import EngineInfo, clock
-from weft.serve.errors import of_request
+from weft.serve.errors import from_request_error
 from weft.serve.http.middleware import request_id_headers
 from weft.serve.http.request_pacer import RequestPacer
 from weft.serve.log_limits import UnknownFieldLog
@@ -101,7 +101,7 @@ class InferenceEndpoints:
                 )
                 body, parsed = await watcher.during(self._parse(data, body_type, parse, context, info))
                 parsed.headers += request_id_headers(scope)
-                state.metrics.started()
+                state.metrics.record_accepted()
                 run = partial(self._respond, parsed, body, scope)
                 if parsed.is_background and run_in_background is not None:
                     watcher.close()
@@ -109,9 +109,9 @@ class InferenceEndpoints:
                 else:
                     await run(watcher, send)
             except (ClientDisconnected, ConnectionResetError):
-                state.metrics.disconnected()
+                state.metrics.record_disconnect()
             except RequestError as error:
-                raise of_request(error) from None
+                raise from_request_error(error) from None
 
     async def _parse(
         self,

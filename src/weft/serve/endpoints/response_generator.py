@@ -15,7 +15,7 @@ from weft.serve.engines.engine_client import EngineClient
 from weft.serve.engines.engine_pool import EnginePool
 from weft.serve.engines.messages import SequenceEnd, clock
 from weft.serve.engines.request_output_collector import RequestOutputCollector, SequenceUpdate
-from weft.serve.errors import ApiError, of_request
+from weft.serve.errors import ApiError, from_request_error
 from weft.serve.output.choice import Choice, ChoiceDelta
 from weft.serve.protocols.formatter import Json, to_json
 from weft.serve.requests.parsed_request import TTFT_HEADER, ParsedRequest, finite
@@ -200,7 +200,7 @@ class ResponseGenerator:
             if update.rejected.kind == "error":
                 message = "the engine could not take the request; its log says more"
                 raise ApiError(503, message, code="step_failed", retry_after=1)
-            raise of_request(RequestError(update.rejected.message))
+            raise from_request_error(RequestError(update.rejected.message))
         if update.failure == CLIENT_DISCONNECTED:
             raise ClientDisconnected
         if update.failure == SHUT_DOWN:
@@ -245,7 +245,7 @@ class ResponseGenerator:
         if reason is None:
             reason = "length" if all(choice.finish_reason == "length" for choice in self.parsed.choices) else "stop"
         self.stats = self._stats(reason)
-        self.metrics.finished(self.stats)
+        self.metrics.record_finished(self.stats)
 
     def _stats(self, reason: str) -> FinishedRequestStats:
         queue, prefill, decode = self._phases()

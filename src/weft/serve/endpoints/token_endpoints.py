@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 from weft.errors import RequestError
 from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
 from weft.serve.engines.messages import clock
-from weft.serve.errors import of_request
+from weft.serve.errors import from_request_error
 from weft.serve.http.middleware import request_id_headers, send_json
 from weft.serve.protocols.anthropic_bodies import CountTokensBody, count_tokens
 from weft.serve.protocols.latency_headers import LatencyTargets
@@ -40,7 +40,7 @@ class TokenEndpoints:
                 ids = await self._parser.prompt_reader.chat_token_ids(body, size)
             tokenizer = self._parser.texts.require_tokenizer()
         except RequestError as error:
-            raise of_request(error) from None
+            raise from_request_error(error) from None
         info = self._state.engines.info
         found: dict[str, Any] = {"count": len(ids), "max_model_len": info and info.max_model_len, "tokens": ids}
         if body.return_token_strs:
@@ -56,7 +56,7 @@ class TokenEndpoints:
             try:
                 found = await count_tokens(self._parser, body, size)
             except RequestError as error:
-                raise of_request(error) from None
+                raise from_request_error(error) from None
             await send_json(send, 200, {"input_tokens": found}, request_id_headers(scope))
 
     async def render_chat(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,7 +68,7 @@ class TokenEndpoints:
             try:
                 text, ids = await self._parser.render_chat(body, size, info)
             except RequestError as error:
-                raise of_request(error) from None
+                raise from_request_error(error) from None
         shown = {"prompt": text, "prompt_token_ids": ids, "count": len(ids), "max_model_len": info.max_model_len}
         await send_json(send, 200, shown)
 
@@ -90,7 +90,7 @@ class TokenEndpoints:
             most = max(tokenizer.vocab_size, 0 if info is None else info.vocab_size)
             text = await self._parser.texts.run_offloaded(size, lambda: _decoded(tokenizer, body.tokens, most))
         except RequestError as error:
-            raise of_request(error) from None
+            raise from_request_error(error) from None
         await send_json(send, 200, {"prompt": text})
 
     async def input_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,7 +112,7 @@ class TokenEndpoints:
             try:
                 count = await self._responses.input_tokens(body, context, info)
             except RequestError as error:
-                raise of_request(error) from None
+                raise from_request_error(error) from None
         await send_json(send, 200, {"object": "response.input_tokens", "input_tokens": count})
 
 

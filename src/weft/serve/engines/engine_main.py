@@ -30,7 +30,7 @@ from weft.engine.stream import Stream
 from weft.engine.streams import TokenEvent
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.observe.engine_metrics import EngineStep
-from weft.observe.steps import StepLog
+from weft.observe.step_log import StepLog
 from weft.serve.engines.heartbeat import Heartbeat
 from weft.serve.engines.messages import (
     AbortSequences,

@@ -80,7 +80,7 @@ class EnginePool:
         events = EngineCallbacks(
             on_step=partial(self._step, metrics),
             on_ready=partial(self._ready, name, metrics),
-            on_death=metrics.lost,
+            on_death=metrics.record_death,
             on_failure=partial(self._engine_failed, name),
             on_log_line=(lambda line: self._say(f"engine {name}: {line}")) if several else self._say,
         )
@@ -158,7 +158,7 @@ class EnginePool:
             client.reset_cache()
 
     def _step(self, metrics: EngineMetrics, step: EngineStep) -> None:
-        metrics.step(step)
+        metrics.record_step(step)
         if step.starved and self._metrics.starved_steps == STARVED_STEPS:
             self._say(STARVED_WARNING)
 
@@ -166,7 +166,7 @@ class EnginePool:
         self._first = self._first or (name, info)
         if reason := _difference(info, self._first[1]):
             return f"its {reason} in engine {self._first[0]}"
-        metrics.ready(info.block_size, info.num_blocks)
+        metrics.record_start(info.block_size, info.num_blocks)
         self.changed.set()
         return None
 

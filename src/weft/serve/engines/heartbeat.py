@@ -49,12 +49,12 @@ class HeartbeatMonitor:
         path.write_bytes(bytes(LAYOUT.size))
         self._map = _mapped(path)
         self._last = (0, 0)
-        self._silent = self._same = 0  # checks since the last beat, and since the last iteration
+        self._silent = self._unchanged = 0  # checks since the last beat, and since the last iteration
 
     def check(self) -> None:
         beats, iterations, busy = LAYOUT.unpack_from(self._map)
         self._silent = 0 if beats != self._last[0] else self._silent + 1
-        self._same = 0 if iterations != self._last[1] or not busy else self._same + 1
+        self._unchanged = 0 if iterations != self._last[1] or not busy else self._unchanged + 1
         self._last = beats, iterations
 
     @property
@@ -66,7 +66,7 @@ class HeartbeatMonitor:
         """Why the engine must be replaced, or None."""
         if self._silent >= WEDGED_CHECKS:
             return f"the engine process did not respond for {WEDGED_CHECKS * CHECK_INTERVAL_S:.0f} s"
-        if self._same >= STUCK_CHECKS:
+        if self._unchanged >= STUCK_CHECKS:
             return f"a step of the engine did not end within {STUCK_CHECKS * CHECK_INTERVAL_S:.0f} s"
         return None
 

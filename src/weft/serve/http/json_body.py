@@ -47,7 +47,7 @@ def parse_all(data: bytes, kind: type[T], names: frozenset[str] = frozenset()) -
     raws, others = _split_large(data, struct, names)
     fields = {name: ids for name, raw in raws.items() if (ids := _token_ids(raw)) is not None}
     texts = {name: raw for name, raw in raws.items() if name not in fields}
-    if hold_too_many(texts.values()):
+    if have_too_many_values(texts.values()):
         raise ApiError(400, f"the body has more than {MOST_VALUES} values (objects, lists, numbers, texts) in it")
     decoded = {name: msgspec.json.decode(raw) for name, raw in texts.items()}
     if may_be_deep:
@@ -107,7 +107,7 @@ def _unread(kind: str, names: tuple[str, ...]) -> Any:
     return msgspec.defstruct(f"Unread{kind}", [(name, msgspec.Raw, None) for name in names])
 
 
-def hold_too_many(texts: Iterable[bytes]) -> bool:
+def have_too_many_values(texts: Iterable[bytes]) -> bool:
     """Whether JSON texts together have more than MOST_VALUES values. Invalid JSON is harmless."""
     texts = list(texts)
     if sum(_values(text, 0, len(text)) for text in texts) <= MOST_VALUES:  # upper bound: counts commas in strings

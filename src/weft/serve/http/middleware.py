@@ -82,20 +82,20 @@ class ApiMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *self.origins.headers(open_to)]
+                message["headers"] = [*message["headers"], *self.origins.headers(allowed_origin)]
             await send(message)
 
         scope["headers_by_name"] = headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         scope["random_id"] = random_id = secrets.token_hex(12)
         scope["request_id"] = given if _ID.fullmatch(given) else random_id.encode()
-        open_to = self.origins.open_to(headers.get(b"origin"))
+        allowed_origin = self.origins.allowed(headers.get(b"origin"))
         scope["app"] = self  # makes the router raise HTTPException for an unknown path
         try:
-            if open_to and scope["method"] == "OPTIONS":  # a CORS preflight of a browser, which has no key
+            if allowed_origin and scope["method"] == "OPTIONS":  # a CORS preflight of a browser, which has no key
                 await send_json(send_and_note_status, 200, {}, PREFLIGHT)
                 return
-            if scope["method"] not in SAFE_METHODS and open_to is None:
+            if scope["method"] not in SAFE_METHODS and allowed_origin is None:
                 check_origin(headers)
             if scope["path"] not in OPEN_PATHS:
                 scope["tenant"] = self.keys.tenant(headers)
@@ -118,11 +118,11 @@ class ApiMiddleware:
                 await _fail(send_and_note_status, wrong, scope)
         finally:
             path = scope.get("weft_route", "other")
-            self.metrics.responded(path if path in self.paths else "other", status or 499)
+            self.metrics.record_response(path if path in self.paths else "other", status or 499)
 
     def _note(self, error: ApiError) -> None:
         if error.code in REFUSALS:
-            self.metrics.refused(error.code)
+            self.metrics.record_refused(error.code)
 
 
 async def _refuse(send: Send, error: HTTPException, scope: Scope) -> None:

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from weft.engine.params import MAX_ALLOWED, MAX_COUNT, MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from weft.errors import RequestError
-from weft.serve.errors import ApiError, of_json
+from weft.serve.errors import ApiError, from_json_error
 
 Json = dict[str, Any]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -165,11 +165,11 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 def _structure(body: SamplingBody) -> StructuredOutputs | None:
     """The required structure of the output, from whichever field has it. Raises if several fields do."""
     found = _of_format(body.response_format)
-    for name, field in _OLDER:
+    for name, field in _STRUCTURE_FIELDS:
         if (value := getattr(body, field)) is not None and (value != "" or field != "grammar"):
             found.append({name: value})
     if body.structured_outputs is not None:
-        found.append(_wish(body.structured_outputs))
+        found.append(_supported_keys(body.structured_outputs))
     if len(found) > 1:
         first, second, *_ = _structure_fields(body)
         raise ApiError(400, f"{first} and {second} each ask for a structure: give one", param=second)
@@ -178,16 +178,23 @@ def _structure(body: SamplingBody) -> StructuredOutputs | None:
     try:
         return msgspec.convert(found[0], StructuredOutputs)
     except msgspec.ValidationError as error:
-        raise ApiError(400, of_json(error).message, param=structure_field(body)) from None
+        raise ApiError(400, from_json_error(error).message, param=structure_field(body)) from None
 
 
-_OLDER = (  # fields of structured_outputs, and other body fields with the same meaning
+_STRUCTURE_FIELDS = (  # fields of structured_outputs, and other body fields with the same meaning
     *(("json", "guided_json"), ("regex", "guided_regex"), ("choice", "guided_choice"), ("grammar", "guided_grammar")),
     *(("grammar", "grammar"), ("json", "json_schema")),
 )
 # Keys of structured_outputs that are ignored. `behind` and `calls` are internal to weft. The others are vLLM's and have
 # no effect here: objects never have additional properties, and there is only one grammar library.
-_BESIDE = ("behind", "calls", "disable_fallback", "disable_additional_properties", "_backend", "_backend_was_auto")
+_IGNORED_KEYS = (
+    "behind",
+    "calls",
+    "disable_fallback",
+    "disable_additional_properties",
+    "_backend",
+    "_backend_was_auto",
+)
 
 
 def structure_field(body: SamplingBody) -> str:
@@ -196,17 +203,19 @@ def structure_field(body: SamplingBody) -> str:
 
 
 def _structure_fields(body: SamplingBody) -> list[str]:
-    every = ("response_format", "structured_outputs", *(field for _, field in _OLDER))
+    every = ("response_format", "structured_outputs", *(field for _, field in _STRUCTURE_FIELDS))
     return [name for name in every if getattr(body, name) is not None]
 
 
-def _wish(given: Json) -> Json:
+def _supported_keys(given: Json) -> Json:
     """The supported keys of structured_outputs. An unknown key is an error if its value is not empty."""
     known = [field.name for field in fields(StructuredOutputs)]
     for name in given:
-        if given[name] and name not in known and name not in _BESIDE:
+        if given[name] and name not in known and name not in _IGNORED_KEYS:
             raise RequestError(f"structured_outputs: {name!r:.60} is not supported here: leave it out")
-    return {name: given[name] for name in given if name in known and name not in _BESIDE and given[name] is not None}
+    return {
+        name: given[name] for name in given if name in known and name not in _IGNORED_KEYS and given[name] is not None
+    }
 
 
 def _of_format(response_format: Json | None) -> list[Json]:

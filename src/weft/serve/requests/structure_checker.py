@@ -40,14 +40,14 @@ class StructureChecker:
     """A pool of child processes, and a cache of valid structures. All methods run on the event loop."""
 
     def __init__(self) -> None:
-        self._free = asyncio.Semaphore(PROCESSES)
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._all: set[asyncio.subprocess.Process] = set()
-        self._good: OrderedDict[bytes, None] = OrderedDict()
+        self._slots = asyncio.Semaphore(PROCESSES)
+        self._idle_processes: list[asyncio.subprocess.Process] = []
+        self._processes: set[asyncio.subprocess.Process] = set()
+        self._valid: OrderedDict[bytes, None] = OrderedDict()
 
     async def prepare(self) -> None:
         """Starts a process ahead of the first structure, because starting takes half a second."""
-        self._idle.append(await self._start())
+        self._idle_processes.append(await self._start())
 
     async def check(self, structure: StructuredOutputs) -> None:
         """Raises RequestError if the structure is invalid, unsupported, or too expensive to compile."""
@@ -55,10 +55,10 @@ class StructureChecker:
             encoded = _encode(structure)
         except (OverflowError, TypeError, ValueError) as error:
             raise RequestError(f"structured_outputs.{structure.kind} cannot be passed on: {error}") from None
-        if encoded in self._good:
-            self._good.move_to_end(encoded)
+        if encoded in self._valid:
+            self._valid.move_to_end(encoded)
             return
-        async with self._free:
+        async with self._slots:
             line = await self._ask(encoded)
         if not line:
             raise RequestError(
@@ -68,14 +68,14 @@ class StructureChecker:
         verdict = msgspec.json.decode(line, type=StructureCheckResult)
         if verdict.error is not None:
             raise RequestError(verdict.error)
-        self._good[encoded] = None
-        if len(self._good) > MOST_CACHED:
-            self._good.popitem(last=False)
+        self._valid[encoded] = None
+        if len(self._valid) > MOST_CACHED:
+            self._valid.popitem(last=False)
 
     async def _ask(self, encoded: bytes) -> bytes:
         """The answer line of a child process, or b"" if it died. Kills the process on a timeout or a cancellation."""
-        self._idle = [process for process in self._idle if process.returncode is None]
-        process = self._idle.pop() if self._idle else await self._start()
+        self._idle_processes = [process for process in self._idle_processes if process.returncode is None]
+        process = self._idle_processes.pop() if self._idle_processes else await self._start()
         try:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -89,7 +89,7 @@ class StructureChecker:
             self._kill(process)
             raise
         if line:
-            self._idle.append(process)
+            self._idle_processes.append(process)
         else:
             self._kill(process)
         return line
@@ -102,18 +102,18 @@ class StructureChecker:
             start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
             limit=MOST_LINE,
         )
-        self._all.add(process)
+        self._processes.add(process)
         return process
 
     def _kill(self, process: asyncio.subprocess.Process) -> None:
-        self._all.discard(process)
+        self._processes.discard(process)
         if process.returncode is None:
             process.kill()
 
     def close(self) -> None:
         """Kills all child processes."""
-        self._idle.clear()
-        for process in list(self._all):
+        self._idle_processes.clear()
+        for process in list(self._processes):
             self._kill(process)
 
 

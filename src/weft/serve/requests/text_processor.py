@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from weft.errors import OptionError, RequestError
 from weft.files import read_json
 from weft.serve.errors import ApiError
-from weft.serve.http.json_body import LARGE_BODY, MOST_VALUES, hold_too_many
+from weft.serve.http.json_body import LARGE_BODY, MOST_VALUES, have_too_many_values
 from weft.text.chat import ChatTemplate
 from weft.text.tokenizer import Tokenizer, read_special_tokens
 
@@ -130,7 +130,7 @@ def _check_arguments(messages: list[dict[str, Any]]) -> None:
 
     They are JSON in a string: rendering decodes it in one call, and parsing the body did not count its values.
     """
-    if hold_too_many(_arguments(messages)):
+    if have_too_many_values(_arguments(messages)):
         raise RequestError(f"messages: the arguments of tool calls have more than {MOST_VALUES} values in them")
 
 

@@ -11,7 +11,7 @@ from weft.serve.endpoints.disconnect_watcher import CLIENT_DISCONNECTED, Cancell
 from weft.serve.endpoints.responses_api.event_log import EventLog
 from weft.serve.endpoints.responses_api.response_store import StoredResponse
 from weft.serve.engines.request_output_collector import RequestOutputCollector
-from weft.serve.errors import ApiError, of_request
+from weft.serve.errors import ApiError, from_request_error
 from weft.serve.protocols.formatter import to_json
 from weft.serve.protocols.responses import ResponsesFormatter
 
@@ -61,7 +61,7 @@ class BackgroundResponse:
             except ClientDisconnected:
                 self._take_event(self.formatter.cancelled())
             except RequestError as error:
-                self.fail(of_request(error))
+                self.fail(from_request_error(error))
             except ApiError as error:
                 self.fail(error)
             except Exception:
