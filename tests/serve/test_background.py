@@ -19,7 +19,8 @@ from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndp
 from weft.serve.engines.request_output_collector import RequestOutputCollector
 from weft.serve.errors import ApiError
 from weft.serve.log_limits import LogRateLimit
-from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter
+from weft.serve.protocols.responses_bodies import ResponsesBody
+from weft.serve.protocols.responses_formatter import ResponsesFormatter
 
 
 def event(number: int, size: int = 0) -> bytes:

@@ -24,7 +24,7 @@ from weft.serve.protocols.anthropic_bodies import MessagesBody, parse_message
 from weft.serve.protocols.embeddings import EmbeddingsBody, PoolingBody, RerankBody, ScoreBody
 from weft.serve.protocols.latency_headers import latency_targets
 from weft.serve.protocols.openai_bodies import ChatBody, CompletionBody
-from weft.serve.protocols.responses import ResponsesBody
+from weft.serve.protocols.responses_bodies import ResponsesBody
 from weft.serve.protocols.unsupported_fields import HEADER as IGNORED_HEADER
 from weft.serve.protocols.unsupported_fields import header_value, unknown_fields
 from weft.serve.requests.parsed_request import ParsedRequest, finite

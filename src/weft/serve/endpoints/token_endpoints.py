@@ -12,7 +12,7 @@ from weft.serve.http.middleware import request_id_headers, send_json
 from weft.serve.protocols.anthropic_bodies import CountTokensBody, count_tokens
 from weft.serve.protocols.latency_headers import LatencyTargets
 from weft.serve.protocols.openai_bodies import ChatBody, DetokenizeBody, TokenizeBody
-from weft.serve.protocols.responses import ResponsesBody
+from weft.serve.protocols.responses_bodies import ResponsesBody
 from weft.serve.requests.request_context import RequestContext
 from weft.serve.server_state import ServerState
 from weft.text.tokenizer import Tokenizer

@@ -27,7 +27,8 @@ from weft.serve.protocols.openai_bodies import (
     sampling_params,
     structure_field,
 )
-from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter, as_chat
+from weft.serve.protocols.responses_bodies import ResponsesBody, as_chat
+from weft.serve.protocols.responses_formatter import ResponsesFormatter
 from weft.serve.requests.parsed_request import ParsedRequest, promise_headers
 from weft.serve.requests.prompt_length import (
     TokenIds,

@@ -13,7 +13,7 @@ from weft.serve.endpoints.responses_api.response_store import StoredResponse
 from weft.serve.engines.request_output_collector import RequestOutputCollector
 from weft.serve.errors import ApiError, from_request_error
 from weft.serve.protocols.formatter import to_json
-from weft.serve.protocols.responses import ResponsesFormatter
+from weft.serve.protocols.responses_formatter import ResponsesFormatter
 
 RunRequest = Callable[[Canceller, Send], Awaitable[object]]  # runs a parsed request to its end
 
@@ -57,9 +57,9 @@ class BackgroundResponse:
         """
         with request_scope:
             try:
-                await work(self, self._take)
+                await work(self, self._keep_message)
             except ClientDisconnected:
-                self._take_event(self.formatter.cancelled())
+                self._keep_event(self.formatter.cancelled())
             except RequestError as error:
                 self.fail(from_request_error(error))
             except ApiError as error:
@@ -71,7 +71,7 @@ class BackgroundResponse:
 
     def fail(self, error: ApiError) -> None:
         self._body = b""
-        self._take_event(self.formatter.error_chunk(error.body))
+        self._keep_event(self.formatter.error_chunk(error.body))
 
     @property
     def result(self) -> StoredResponse:
@@ -92,7 +92,7 @@ class BackgroundResponse:
         if self.event_log is not None:
             self.event_log.end()
 
-    async def _take(self, message: Message) -> None:
+    async def _keep_message(self, message: Message) -> None:
         """The ASGI `send` of the request: keeps the events of a stream, or the whole response."""
         data = message.get("body", b"")
         if not data:
@@ -102,6 +102,6 @@ class BackgroundResponse:
         else:
             self.event_log.append(data)
 
-    def _take_event(self, data: bytes) -> None:
+    def _keep_event(self, data: bytes) -> None:
         if self.event_log is not None:
             self.event_log.append(data)

@@ -10,7 +10,7 @@ from weft.serve.errors import ApiError
 from weft.serve.http.json_body import LARGE_BODY, MOST_VALUES, have_too_many_values
 from weft.serve.protocols.formatter import to_json
 from weft.serve.protocols.openai_bodies import Json
-from weft.serve.protocols.responses import ResponsesBody
+from weft.serve.protocols.responses_bodies import ResponsesBody
 
 
 class Conversation(NamedTuple):

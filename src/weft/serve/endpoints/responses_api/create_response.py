@@ -11,7 +11,8 @@ from weft.serve.endpoints.responses_api.response_store import StoredResponse
 from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
 from weft.serve.engines.messages import EngineInfo
 from weft.serve.http.middleware import send_json
-from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter
+from weft.serve.protocols.responses_bodies import ResponsesBody
+from weft.serve.protocols.responses_formatter import ResponsesFormatter
 from weft.serve.requests.parsed_request import ParsedRequest
 from weft.serve.requests.request_context import RequestContext
 

@@ -20,7 +20,7 @@ from weft.serve.engines.messages import EngineInfo
 from weft.serve.errors import ApiError
 from weft.serve.http.middleware import request_id_headers, send_json
 from weft.serve.log_limits import LogRateLimit
-from weft.serve.protocols.responses import ResponsesBody
+from weft.serve.protocols.responses_bodies import ResponsesBody
 from weft.serve.requests.request_context import RequestContext
 from weft.serve.requests.request_parser import RequestParser
 
