@@ -84,10 +84,10 @@ def _check_certificate(certificate: str, key: str | None) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except (OSError, ValueError) as error:
-        told = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         files = f"ssl_certfile={certificate!r}" + ("" if key is None else f" and ssl_keyfile={key!r}")
         raise OptionError(
-            f"{files} cannot be used ({told}): a certificate and its key are needed, PEM, without a password"
+            f"{files} cannot be used ({reason}): a certificate and its key are needed, PEM, without a password"
         ) from None
 
 

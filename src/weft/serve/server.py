@@ -239,12 +239,12 @@ class _UvicornServer(uvicorn.Server):
     async def _watch_engine(self) -> None:
         """Announces the first time that an engine is ready. Ends the server if all engines have failed."""
         started, engines = clock(), self.state.engines
-        said = False
+        is_announced = False
         while engines.failure is None:
             await engines.changed.wait()
             engines.changed.clear()
-            if engines.info is not None and not said:
-                said = True
+            if engines.info is not None and not is_announced:
+                is_announced = True
                 self.state.collector.freeze()
                 seconds = clock() - started
                 while not self.started:  # uvicorn listens only from then on
@@ -278,18 +278,18 @@ class _UvicornServer(uvicorn.Server):
 def _targets(info: EngineInfo) -> list[str]:
     """Lines for the start-up message: targets that are promised, targets that are not, and the calibration quality."""
     targets = info.targets
-    said: dict[bool, list[str]] = {True: [], False: []}  # key: whether the target is promised
+    texts: dict[bool, list[str]] = {True: [], False: []}  # of the targets, by whether they are promised
     if targets.gap < math.inf:
-        said[targets.gap_source > Source.DEFAULT].append(f"{targets.gap * 1000:,.4g} ms between tokens")
+        texts[targets.gap_source > Source.DEFAULT].append(f"{targets.gap * 1000:,.4g} ms between tokens")
     if targets.ttft < math.inf:
         more = f" + {targets.ttft_per_1k * 1000:.3g} ms per 1,000 prompt tokens" if targets.ttft_per_1k else ""
-        said[targets.ttft_source > Source.DEFAULT].append(f"{targets.ttft * 1000:,.6g} ms{more} to the first")
+        texts[targets.ttft_source > Source.DEFAULT].append(f"{targets.ttft * 1000:,.6g} ms{more} to the first")
     lines = []
-    if said[True]:
+    if texts[True]:
         refusal = "; what could not be in time is refused (503)" if targets.ttft_source > Source.DEFAULT else ""
-        lines.append(f"promised: {', '.join(said[True])}{refusal}")
-    if said[False]:
-        lines.append(f"aims at:  {', '.join(said[False])}; nothing is promised or refused (--ttft-target-ms promises)")
+        lines.append(f"promised: {', '.join(texts[True])}{refusal}")
+    if texts[False]:
+        lines.append(f"aims at:  {', '.join(texts[False])}; nothing is promised or refused (--ttft-target-ms promises)")
     if info.calibration_quality:
         lines.append(f"measured: {info.calibration_quality}")
     return lines

@@ -129,8 +129,8 @@ def unknown_fields(others: Mapping[str, bytes]) -> list[str]:
 
 
 def _check(name: str, value: bytes, neutral: tuple[Any, ...], wrong: str) -> None:
-    wish = msgspec.json.decode(value) if len(value) <= SMALL_VALUE else value
-    if wish and wish not in neutral:
+    decoded = msgspec.json.decode(value) if len(value) <= SMALL_VALUE else value
+    if decoded and decoded not in neutral:
         raise ApiError(400, f"{name} {wrong}", param=name)
 
 

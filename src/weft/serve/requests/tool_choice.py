@@ -124,9 +124,9 @@ def _named(choice: Any, schemas: list[tuple[str, Json]], field: str) -> tuple[st
 
 def _allowed(choice: Json, known: list[str]) -> tuple[str, set[str]]:
     """The mode and the function names of an allowed_tools choice, in the format of chats or of /v1/responses."""
-    wish = choice.get("allowed_tools", choice)
-    wish = wish if isinstance(wish, dict) else {}
-    mode, tools = wish.get("mode", "auto"), wish.get("tools")
+    allowed = choice.get("allowed_tools", choice)
+    allowed = allowed if isinstance(allowed, dict) else {}
+    mode, tools = allowed.get("mode", "auto"), allowed.get("tools")
     if mode not in ("auto", "required"):
         raise RequestError(f"tool_choice: allowed_tools has the mode {mode!r:.60}: choose auto or required")
     if not isinstance(tools, list) or not tools:
