@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,21 @@ def test_no_trace_without_a_word_on_where_it_comes_from(page: Path) -> None:
 INTERNALS = sorted((ROOT / "docs" / "internals").glob("*.md"))
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 SOURCES = {path: path.read_text() for path in (ROOT / "src" / "weft").rglob("*.py")}
-CLASSES = {
-    node.name for text in SOURCES.values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
-}
-WORDS = {word for text in SOURCES.values() for word in re.findall(r"\w+", text)}
+NODES = [node for text in SOURCES.values() for node in ast.walk(ast.parse(text))]
+CLASSES = {node.name for node in NODES if isinstance(node, ast.ClassDef)}
+DOCSTRINGS = {id(node.value) for node in NODES if isinstance(node, ast.Expr)}
+
+
+def identifiers(node: ast.AST) -> Iterator[str]:
+    """The names in a piece of code, and the words of its texts, such as the name of an HTTP field."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in DOCSTRINGS:
+        yield from re.findall(r"\w+", node.value)
+    for field in ("name", "id", "attr", "arg", "module"):
+        if isinstance(name := getattr(node, field, None), str):
+            yield from name.split(".")
+
+
+WORDS = {name for node in NODES for name in identifiers(node)}
 OTHER_NAMES = {"MHz", "ZeroMQ", "CPU", "GPU", "OpenTelemetry"}  # names that look like names of classes
 # Words of the glossary that no longer exist. A rewrite of the page deletes its words here; the set must be empty at the
 # end.
@@ -104,12 +116,15 @@ def test_names_in_the_pages_about_the_code_exist(page: Path) -> None:
 
 def test_names_in_the_glossary_exist() -> None:
     """The first column of a table in architecture.md has names of classes, and words that the code uses."""
-    wrong = []
-    for number, line in enumerate(ARCHITECTURE.read_text().splitlines(), start=1):
-        if not line.startswith("| ") or line.startswith("| ---"):
+    wrong, unused = [], set(OUTDATED)
+    lines = ARCHITECTURE.read_text().splitlines()
+    for number, (line, next_line) in enumerate(pairwise([*lines, ""]), start=1):
+        if not line.startswith("| ") or line.startswith("| ---") or next_line.startswith("| ---"):
             continue
         for word in re.findall(r"\w+", line.split("|")[1]):
             is_known = word in CLASSES or (word.lower() in WORDS and not CAMEL_CASE.fullmatch(word))
             if not is_known and word not in OUTDATED:
                 wrong.append(f"{ARCHITECTURE.relative_to(ROOT)}:{number}: {word}")
+            unused.discard(word)
     assert wrong == []
+    assert unused == set(), "delete these from OUTDATED"
