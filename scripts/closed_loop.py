@@ -35,7 +35,7 @@ async def play(number: int, arguments: argparse.Namespace, clients: int, request
     if arguments.schema and number == 0:
         always["guided_json"] = SCHEMA
     async with Client(arguments.url, None, always=always) as client:
-        await client.meet(LoadRequest(0.0, "", 16, 2, tuple(range(10, 26))))
+        await client.discover(LoadRequest(0.0, "", 16, 2, tuple(range(10, 26))))
         await asyncio.sleep(start - time.perf_counter())
         began = time.perf_counter()
         run = await drive(client, requests, concurrency=clients, open_loop=False, retry_for=RETRY_FOR)

@@ -45,7 +45,7 @@ TRAFFIC = (
 )
 
 
-class Seen(NamedTuple):
+class ObservedInterference(NamedTuple):
     ttfts: list[float]
     refused: int
     predicted: list[float]  # seconds, as the server predicted
@@ -71,7 +71,7 @@ async def send(session: aiohttp.ClientSession, url: str, traffic: Traffic, seed:
     return first, predicted
 
 
-async def play(url: str, traffic: Traffic, seed: int) -> Seen:
+async def play(url: str, traffic: Traffic, seed: int) -> ObservedInterference:
     free = asyncio.Semaphore(traffic.at_once)
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -83,10 +83,10 @@ async def play(url: str, traffic: Traffic, seed: int) -> Seen:
 
         found = await asyncio.gather(*map(one, range(traffic.requests)))
     ttfts = [ttft for ttft, _ in found if ttft is not None]
-    return Seen(ttfts, len(found) - len(ttfts), [predicted for _, predicted in found])
+    return ObservedInterference(ttfts, len(found) - len(ttfts), [predicted for _, predicted in found])
 
 
-def measure(*options: str) -> dict[str, Seen]:
+def measure(*options: str) -> dict[str, ObservedInterference]:
     process = subprocess.Popen(
         [sys.executable, "-m", "weft", "serve", "--port", "0", *options],
         stdout=subprocess.PIPE,
@@ -99,7 +99,9 @@ def measure(*options: str) -> dict[str, Seen]:
         seen = {}
         for traffic in TRAFFIC:
             runs = [asyncio.run(play(url, traffic, seed)) for seed in range(1, 1 + ROUNDS)]
-            seen[traffic.name] = Seen([t for run in runs for t in run.ttfts], sum(run.refused for run in runs), [])
+            seen[traffic.name] = ObservedInterference(
+                [t for run in runs for t in run.ttfts], sum(run.refused for run in runs), []
+            )
         burst = asyncio.run(play(url, Traffic("a burst", 64, 64, 100, 40), 9))
         print(f"  {' '.join(options) or 'default'}: burst of 64, refused {burst.refused}", flush=True)
         ended = time.monotonic()

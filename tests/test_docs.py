@@ -1,8 +1,12 @@
-"""Commands in README.md and docs/ are commands of weft, as they are printed; files and pages that are named exist."""
+"""Commands in README.md and docs/ are commands of weft, as they are printed; files, pages and classes that are named
+exist.
+"""
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,3 +56,75 @@ def test_no_trace_without_a_word_on_where_it_comes_from(page: Path) -> None:
     text = page.read_text()
     if page.name not in ("start.md", "performance.md") and re.search(r"--traces? ", "\n".join(commands(page))):
         assert "start.md#traces" in text
+
+
+INTERNALS = sorted((ROOT / "docs" / "internals").glob("*.md"))
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+SOURCES = {path: path.read_text() for path in (ROOT / "src" / "weft").rglob("*.py")}
+NODES = [node for text in SOURCES.values() for node in ast.walk(ast.parse(text))]
+CLASSES = {node.name for node in NODES if isinstance(node, ast.ClassDef)}
+DOCSTRINGS = {id(node.value) for node in NODES if isinstance(node, ast.Expr)}
+
+
+def identifiers(node: ast.AST) -> Iterator[str]:
+    """The names in a piece of code, and the words of its texts, such as the name of an HTTP field."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in DOCSTRINGS:
+        yield from re.findall(r"\w+", node.value)
+    for field in ("name", "id", "attr", "arg", "module"):
+        if isinstance(name := getattr(node, field, None), str):
+            yield from name.split(".")
+
+
+WORDS = {name for node in NODES for name in identifiers(node)}
+OTHER_NAMES = {"MHz", "ZeroMQ", "CPU", "GPU", "OpenTelemetry"}  # names that look like names of classes
+# Words of the glossary that no longer exist. A rewrite of the page deletes its words here; the set must be empty at the
+# end.
+OUTDATED: set[str] = {"Job", "EngineHandle"}
+QUOTED = re.compile(r"`([^`\n]+)`")
+NAME = re.compile(r"\w+(\.\w+)*(\(\))?")
+CAMEL_CASE = re.compile(r"\b[A-Z]+[a-z]+(?:[A-Z]+[a-z]*)+\b|\b[A-Z]{2,}[a-z]+\w*\b")
+FILE_NAME = re.compile(r"(?<![\w./-])[\w/]+\.(?:py|md|json)\b")
+FOLDER_NAME = re.compile(r"(?<![\w./-])(?:\w+/)+(?!\w)")
+
+
+def unknown_names(line: str) -> Iterator[str]:
+    """Names of classes, attributes, files and folders in a line that src/weft does not have."""
+    for quoted in QUOTED.findall(line):
+        if NAME.fullmatch(quoted) and not FILE_NAME.fullmatch(quoted):
+            first, *rest = quoted.removesuffix("()").split(".")
+            if first not in (CLASSES if CAMEL_CASE.fullmatch(first) else WORDS) or not WORDS.issuperset(rest):
+                yield quoted
+    for name in CAMEL_CASE.findall(QUOTED.sub("", line)):
+        if not {name, name.removesuffix("s"), name.removesuffix("es")} & (CLASSES | OTHER_NAMES):
+            yield name
+    for name in FILE_NAME.findall(line):
+        is_there = any((root / name).is_file() for root in (ROOT, ROOT / "src" / "weft"))
+        if not is_there and ("/" in name or not any(path.name == name for path in SOURCES)):
+            yield name
+    for name in FOLDER_NAME.findall(line):
+        if not any((root / name).is_dir() for root in (ROOT, ROOT / "src" / "weft")):
+            yield name
+
+
+@pytest.mark.parametrize("page", INTERNALS, ids=lambda page: page.stem)
+def test_names_in_the_pages_about_the_code_exist(page: Path) -> None:
+    lines = enumerate(page.read_text().splitlines(), start=1)
+    assert [
+        f"{page.relative_to(ROOT)}:{number}: {name}" for number, line in lines for name in unknown_names(line)
+    ] == []
+
+
+def test_names_in_the_glossary_exist() -> None:
+    """The first column of a table in architecture.md has names of classes, and words that the code uses."""
+    wrong, unused = [], set(OUTDATED)
+    lines = ARCHITECTURE.read_text().splitlines()
+    for number, (line, next_line) in enumerate(pairwise([*lines, ""]), start=1):
+        if not line.startswith("| ") or line.startswith("| ---") or next_line.startswith("| ---"):
+            continue
+        for word in re.findall(r"\w+", line.split("|")[1]):
+            is_known = word in CLASSES or (word.lower() in WORDS and not CAMEL_CASE.fullmatch(word))
+            if not is_known and word not in OUTDATED:
+                wrong.append(f"{ARCHITECTURE.relative_to(ROOT)}:{number}: {word}")
+            unused.discard(word)
+    assert wrong == []
+    assert unused == set(), "delete these from OUTDATED"

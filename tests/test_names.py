@@ -1,4 +1,4 @@
-"""One name has one meaning in src/weft, and the prose names its subjects."""
+"""One name has one meaning in src/weft, docstrings name classes that exist, and the prose names its subjects."""
 
 import ast
 import re
@@ -25,6 +25,34 @@ def test_each_class_name_is_defined_once() -> None:
     assert len(places) > 100
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in STILL_TWICE} == {}
     assert {name for name in STILL_TWICE if len(places.get(name, [])) < 2} == set(), "delete these from STILL_TWICE"
+
+
+def test_a_module_docstring_begins_with_a_name_of_the_module() -> None:
+    """`Name:` at the beginning is a class or a function of the module, or the title of its file: replay.py, Replay."""
+    wrong = []
+    for path in SOURCES:
+        module = ast.parse(path.read_text())
+        title = re.match(r"([A-Z]\w*):", ast.get_docstring(module) or "")
+        if title is None:
+            continue
+        defined = {node.name for node in module.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        stem = path.parent.name if path.name == "__init__.py" else path.stem
+        if title[1] not in defined and title[1].lower() not in (stem, f"{stem}s"):
+            wrong.append(f"{path.relative_to(ROOT)}:1: {title[1]}")
+    assert wrong == []
+
+
+def test_files_that_the_source_names_exist() -> None:
+    known = [
+        f"/{path.relative_to(ROOT)}" for folder in ("src", "tests", "scripts") for path in (ROOT / folder).rglob("*.py")
+    ]
+    wrong = []
+    for path in SOURCES:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            for name in re.findall(r"(?<![\w/{}])[a-z][\w/]*\.py\b", line):
+                if not name.startswith("vllm/") and not any(file.endswith(f"/{name}") for file in known):
+                    wrong.append(f"{path.relative_to(ROOT)}:{number}: {name}")
+    assert wrong == []
 
 
 def test_prose_uses_few_vague_pronouns() -> None:

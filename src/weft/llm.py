@@ -24,7 +24,7 @@ from weft.files import read_json
 from weft.hub import resolve_model
 from weft.progress import batch_progress
 from weft.text.chat import ChatTemplate
-from weft.text.output import TextStream
+from weft.text.text_stream import TextStream
 from weft.text.tokenizer import Tokenizer
 
 DEFAULT_MODEL = Path(__file__).parent / "default_model"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.bench.http.rate_search import highest, middle_rates
+from weft.bench.http.rate_search import highest_rate, middle_rates
 from weft.cli import main
 from weft.cli.estimate import in_words
 
@@ -94,7 +94,7 @@ def test_a_search_takes_no_more_runs_than_were_told(low: float, high: float) -> 
             tried.append(rate)
             return rate <= limit
 
-        highest(low, high, holds)
+        highest_rate(low, high, holds)
         assert len(tried) <= 2 + len(middle_rates(low, high))
 
 

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from weft.cli import COMMANDS, foreign, main, options, serve, structured, with_dashes
+from weft.cli import COMMANDS, foreign_options, main, options, serve, structured, with_dashes
 from weft.cli.parser import Parser
 from weft.engine.options import EngineOptions
 from weft.errors import OptionError
@@ -52,13 +52,13 @@ def test_a_name_may_be_cut_short_and_a_value_may_begin_with_dashes() -> None:
     assert parsed("--chat-template=--{{ x }}").chat_template == "--{{ x }}"
 
 
-@pytest.mark.parametrize("name", foreign.LACKING)
+@pytest.mark.parametrize("name", foreign_options.LACKING)
 def test_what_weft_lacks_is_said_by_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
     line = said(capsys, "serve", f"--{name}", "awq", "more")
-    assert line == f"weft: --{name} awq more: {foreign.LACKING[name]} (see weft serve --help)\n"
+    assert line == f"weft: --{name} awq more: {foreign_options.LACKING[name]} (see weft serve --help)\n"
 
 
-@pytest.mark.parametrize(("name", "only"), foreign.ONLY.items())
+@pytest.mark.parametrize(("name", "only"), foreign_options.ONLY_VALUE.items())
 def test_a_value_that_is_so_here_is_accepted_and_no_other(
     capsys: pytest.CaptureFixture[str], name: str, only: str
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_value_that_is_so_here_is_accepted_and_no_other(
 
 
 def test_what_changes_nothing_is_named_in_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    foreign.tell_foreign(parsed("--trust-remote-code", "--swap-space", "4", "-tp", "1"))
+    foreign_options.report_foreign_options(parsed("--trust-remote-code", "--swap-space", "4", "-tp", "1"))
     assert capsys.readouterr().err.splitlines() == [
         "weft: --trust-remote-code has no meaning here and is ignored",
         "weft: --swap-space 4 has no meaning here and is ignored",
@@ -76,7 +76,12 @@ def test_what_changes_nothing_is_named_in_a_line_each(capsys: pytest.CaptureFixt
 
 
 def test_each_foreign_name_is_in_one_table_and_no_option_of_weft() -> None:
-    names = [*foreign.FLAGS, *foreign.VALUES, *foreign.ONLY, *foreign.LACKING]
+    names = [
+        *foreign_options.IGNORED_FLAGS,
+        *foreign_options.IGNORED_VALUES,
+        *foreign_options.ONLY_VALUE,
+        *foreign_options.LACKING,
+    ]
     assert len(names) == len(set(names))
     parsed()  # argparse refuses a name that is there twice
 
@@ -189,7 +194,7 @@ def test_every_option_is_in_the_help() -> None:
         name
         for one in commands.choices.values()
         for action in one._actions
-        if action.help in (None, argparse.SUPPRESS) and not isinstance(action, foreign.Foreign)
+        if action.help in (None, argparse.SUPPRESS) and not isinstance(action, foreign_options.ForeignOption)
         for name in action.option_strings
     ]
     assert all(name.startswith(f"--{structured.NAME}.") or name == "--guided-decoding-backend" for name in hidden)

@@ -13,14 +13,14 @@ from prometheus_client.samples import Sample
 
 from weft.core.step import StepRecord
 from weft.observe import engine_metrics as module
-from weft.observe.engine_metrics import EngineMetrics, EngineStep, RequestDone
+from weft.observe.engine_metrics import EngineMetrics, EngineStep, FinishedRequestStats
 from weft.observe.exposition import Histogram, Page
 from weft.observe.metrics import CONTENT_TYPE, MAX_ENDPOINTS, ServerMetrics
 
 OWN = {"engine": "0"}
 VLLM = {"model_name": "m", "engine": "0"}
 OF_SERVER = {"requests_started", "requests_refused", "client_disconnects", "http_responses"}  # the rest: of an engine
-DONE = RequestDone(
+DONE = FinishedRequestStats(
     reason="stop",
     prompt_tokens=100,
     output_tokens=11,
@@ -79,7 +79,7 @@ def scraped(metrics: ServerMetrics, ready: Iterable[str] = ("0",)) -> Scrape:
 @pytest.fixture
 def metrics() -> ServerMetrics:
     metrics = ServerMetrics("m", gpu_memory_utilization=0.9)
-    metrics.engines["0"].ready(block_size=16, num_blocks=100)
+    metrics.engines["0"].record_start(block_size=16, num_blocks=100)
     return metrics
 
 
@@ -117,8 +117,8 @@ def test_an_idle_server_shows_every_metric(metrics: ServerMetrics) -> None:
 def test_both_views_are_exact(metrics: ServerMetrics, engine: EngineMetrics) -> None:
     seconds = [0.0004, 0.0005, 0.0011, 0.01, 0.0101, 0.04, 0.05, 0.74, 100.0]
     for value in seconds:
-        engine.gap(value, None)
-        engine.first_token(2 * value, None)
+        engine.record_gap(value, None)
+        engine.record_first_token(2 * value, None)
     scrape = scraped(metrics)
     for name, labels, view, factor in (
         ("weft_gap_seconds", OWN, module.FINE, 1),
@@ -180,7 +180,7 @@ def test_it_writes_what_prometheus_client_writes() -> None:
 def test_labels_survive_odd_names() -> None:
     name = 'weights\\"of\n{the}, "week"'
     metrics = ServerMetrics(name)
-    metrics.responded('/v1/"x"\\', 404)
+    metrics.record_response('/v1/"x"\\', 404)
     scrape = scraped(metrics)
     assert scrape.value("vllm:num_requests_running", model_name=name, engine="0") == 0
     assert scrape.value("weft_http_responses_total", path='/v1/"x"\\', status="404") == 1
@@ -188,9 +188,9 @@ def test_labels_survive_odd_names() -> None:
 
 def test_promises_are_kept_or_broken(metrics: ServerMetrics, engine: EngineMetrics) -> None:
     for seconds, target in ((0.02, 0.02), (0.021, 0.02), (9.0, None), (0.01, 0.02)):
-        engine.gap(seconds, target)
+        engine.record_gap(seconds, target)
     for seconds, target in ((1.0, 2.0), (3.0, 2.0), (3.0, None)):
-        engine.first_token(seconds, target)
+        engine.record_first_token(seconds, target)
     scrape = scraped(metrics)
     found = [
         scrape.value("weft_promises_total", **OWN, promise=p, result=r)
@@ -201,8 +201,8 @@ def test_promises_are_kept_or_broken(metrics: ServerMetrics, engine: EngineMetri
 
 
 def test_a_finished_request(metrics: ServerMetrics, engine: EngineMetrics) -> None:
-    metrics.started()
-    engine.finished(DONE)
+    metrics.record_accepted()
+    engine.record_finished(DONE)
     scrape = scraped(metrics)
     assert scrape.value("weft_requests_started_total") == 1
     assert scrape.value("weft_requests_finished_total", **OWN, reason="stop") == 1
@@ -229,7 +229,7 @@ def test_a_finished_request(metrics: ServerMetrics, engine: EngineMetrics) -> No
 
 
 def test_a_request_that_never_started_has_no_phases(metrics: ServerMetrics, engine: EngineMetrics) -> None:
-    engine.finished(RequestDone("abort", 100, 0, 0, 3.0, None, None, None, 3.0, None))
+    engine.record_finished(FinishedRequestStats("abort", 100, 0, 0, 3.0, None, None, None, 3.0, None))
     scrape = scraped(metrics)
     counts = {
         name: scrape.value(f"weft_{name}_seconds_count", **OWN)
@@ -241,8 +241,8 @@ def test_a_request_that_never_started_has_no_phases(metrics: ServerMetrics, engi
 
 
 def test_completions_side_by_side_share_their_time(metrics: ServerMetrics, engine: EngineMetrics) -> None:
-    engine.finished(DONE._replace(n=4, output_tokens=44))
-    engine.finished(DONE._replace(output_tokens=1, decode=0.0))  # vLLM counts it as zero
+    engine.record_finished(DONE._replace(n=4, output_tokens=44))
+    engine.record_finished(DONE._replace(output_tokens=1, decode=0.0))  # vLLM counts it as zero
     scrape = scraped(metrics)
     name = "vllm:request_time_per_output_token_seconds"
     assert scrape.value(f"{name}_sum", **VLLM) == pytest.approx(0.1)
@@ -250,8 +250,8 @@ def test_completions_side_by_side_share_their_time(metrics: ServerMetrics, engin
 
 
 def test_steps(metrics: ServerMetrics, engine: EngineMetrics) -> None:
-    engine.step(STEP)
-    engine.step(
+    engine.record_step(STEP)
+    engine.record_step(
         STEP._replace(
             finished=10.5, prefill_tokens=300, cached_tokens=160, preemptions=1, lost_tokens=40, predicted=None
         )
@@ -276,13 +276,13 @@ def test_steps(metrics: ServerMetrics, engine: EngineMetrics) -> None:
     assert scrape.value("vllm:kv_cache_usage_perc", **VLLM) == 0.75
     assert scrape.value("weft_kv_blocks_free", **OWN) == 25
     assert scrape.value("weft_queued_tokens", **OWN) == 900
-    engine.load(0, 0, 0, 100)  # the last ones left between steps
+    engine.set_load(0, 0, 0, 100)  # the last ones left between steps
     assert scraped(metrics).value("vllm:kv_cache_usage_perc", **VLLM) == 0
 
 
 def test_a_step_comes_from_its_record() -> None:
     record = StepRecord(1, 10.0, 10.03, 0.02, "", 7, 0, 0, 0, 0, 3, 7, 2, 25)
-    assert EngineStep.of(record, queued_tokens=900, taken=0) == STEP
+    assert EngineStep.of(record, queued_tokens=900, num_handled=0) == STEP
 
 
 def test_counters_outlive_the_engine(metrics: ServerMetrics, engine: EngineMetrics) -> None:
@@ -294,13 +294,13 @@ def test_counters_outlive_the_engine(metrics: ServerMetrics, engine: EngineMetri
             for sample in family.samples
         }
 
-    engine.step(STEP._replace(started=1000.0, finished=1000.1))
+    engine.record_step(STEP._replace(started=1000.0, finished=1000.1))
     before = counters()
-    engine.lost()
+    engine.record_death()
     lost = scraped(metrics)
     assert lost.value("weft_requests_running", **OWN) == lost.value("weft_queued_tokens", **OWN) == 0
-    engine.ready(block_size=16, num_blocks=50)
-    engine.step(STEP._replace(started=0.1, finished=0.0))  # its clock may start over, or lie
+    engine.record_start(block_size=16, num_blocks=50)
+    engine.record_step(STEP._replace(started=0.1, finished=0.0))  # its clock may start over, or lie
     after = counters()
     assert all(after[name] >= value for name, value in before.items())
     scrape = scraped(metrics)
@@ -312,10 +312,10 @@ def test_counters_outlive_the_engine(metrics: ServerMetrics, engine: EngineMetri
 
 
 def test_who_was_turned_away_or_left(metrics: ServerMetrics) -> None:
-    metrics.refused("deadline")
-    metrics.refused("deadline")
-    metrics.refused("moon")
-    metrics.disconnected()
+    metrics.record_refused("deadline")
+    metrics.record_refused("deadline")
+    metrics.record_refused("moon")
+    metrics.record_disconnect()
     scrape = scraped(metrics)
     assert scrape.value("weft_requests_refused_total", reason="deadline") == 2
     assert scrape.value("weft_requests_refused_total", reason="moon") == 1
@@ -324,8 +324,8 @@ def test_who_was_turned_away_or_left(metrics: ServerMetrics) -> None:
 
 def test_paths_at_random_do_not_pile_up(metrics: ServerMetrics) -> None:
     for number in range(3 * MAX_ENDPOINTS):
-        metrics.responded(f"/{number}", 404)
-        metrics.responded("/v1/models", 200)
+        metrics.record_response(f"/{number}", 404)
+        metrics.record_response("/v1/models", 200)
     scrape = scraped(metrics)
     found = [sample for sample in scrape.samples if sample.name == "weft_http_responses_total"]
     assert len(found) == MAX_ENDPOINTS + 1
@@ -341,7 +341,7 @@ def test_lengths_go_as_far_as_the_model() -> None:
 
 def test_without_a_prefix_cache_nobody_asks_it() -> None:
     metrics = ServerMetrics("m", enable_prefix_caching=False)
-    metrics.engines["0"].step(STEP._replace(prefill_tokens=10))
+    metrics.engines["0"].record_step(STEP._replace(prefill_tokens=10))
     scrape = scraped(metrics)
     assert scrape.value("vllm:prefix_cache_queries_total", **VLLM) == 0
     assert scrape.value("vllm:prompt_tokens_total", **VLLM) == 10
@@ -353,7 +353,7 @@ def test_borders_ascend(view: tuple[float, ...]) -> None:
 
 
 def test_labels_of_vllm(metrics: ServerMetrics, engine: EngineMetrics) -> None:
-    engine.step(STEP._replace(prefill_tokens=40, cached_tokens=60))
+    engine.record_step(STEP._replace(prefill_tokens=40, cached_tokens=60))
     scrape = scraped(metrics)
     assert scrape.value("vllm:num_requests_waiting_by_reason", **VLLM, reason="capacity") == 2
     assert scrape.value("vllm:num_requests_waiting_by_reason", **VLLM, reason="deferred") == 0
@@ -366,10 +366,10 @@ def test_labels_of_vllm(metrics: ServerMetrics, engine: EngineMetrics) -> None:
 def test_each_engine_has_its_own_samples() -> None:
     metrics = ServerMetrics("m", engines=("0", "1"))
     for name, blocks in (("0", 100), ("1", 50)):
-        metrics.engines[name].ready(16, blocks)
-    metrics.engines["1"].step(STEP)
-    metrics.engines["1"].gap(0.02, 0.01)
-    metrics.engines["0"].finished(DONE)
+        metrics.engines[name].record_start(16, blocks)
+    metrics.engines["1"].record_step(STEP)
+    metrics.engines["1"].record_gap(0.02, 0.01)
+    metrics.engines["0"].record_finished(DONE)
     scrape = scraped(metrics, ready=["1"])
     other, vllm = {"engine": "1"}, {**VLLM, "engine": "1"}
     assert [scrape.value("weft_engine_up", **labels) for labels in (OWN, other)] == [0, 1]

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from weft.errors import OptionError
-from weft.observe.engine_metrics import RequestDone
+from weft.observe.engine_metrics import FinishedRequestStats
 from weft.observe.tracing import RequestSpan, Tracer
 
-DONE = RequestDone("stop", 100, 20, 64, 0.25, 0.5, 1.0, 0.75, 1.8, 0.2, max_tokens=50)
+DONE = FinishedRequestStats("stop", 100, 20, 64, 0.25, 0.5, 1.0, 0.75, 1.8, 0.2, max_tokens=50)
 SPAN = RequestSpan(
-    DONE, 5.0, "chat", "m", "m-full", "chatcmpl-1", temperature=0.5, top_p=0.9, gap_target=0.05, ttft_target=2.0
+    DONE, 5.0, "chat", "m", "m-full", "chatcmpl-1", "1", temperature=0.5, top_p=0.9, gap_target=0.05, ttft_target=2.0
 )
 
 
@@ -90,6 +90,7 @@ def test_attributes_follow_the_genai_conventions() -> None:
         "gen_ai.response.finish_reasons": ("stop",),
         "gen_ai.usage.input_tokens": 100,
         "gen_ai.usage.output_tokens": 20,
+        "weft.request_id": "1",
         "weft.cached_tokens": 64,
         "weft.ttft": 0.75,
         "weft.largest_gap": 0.2,
@@ -100,7 +101,7 @@ def test_attributes_follow_the_genai_conventions() -> None:
 
 def test_one_that_failed_in_the_queue() -> None:
     done = DONE._replace(reason="error", output_tokens=0, prefill=None, decode=None, ttft=None, largest_gap=None, n=3)
-    found = spans(SPAN._replace(done=done, operation="text_completion", error="EngineError"))
+    found = spans(SPAN._replace(stats=done, operation="text_completion", error="EngineError"))
     assert set(found) == {"text_completion m", "queue"}
     root = found["text_completion m"]
     assert root.status.status_code is otel("trace").StatusCode.ERROR
@@ -163,7 +164,7 @@ def test_a_collector_that_never_answers_keeps_nobody() -> None:
         began = time.perf_counter()
         for _ in range(100):
             tracer.request(SPAN)
-        tracer.close(patience=0.2)
+        tracer.close(timeout=0.2)
         assert time.perf_counter() - began < 3.0
     finally:
         server.server_close()

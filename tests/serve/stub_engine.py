@@ -20,7 +20,7 @@ from weft.observe.engine_metrics import EngineStep
 from weft.serve.engines.heartbeat import Heartbeat
 from weft.serve.engines.messages import (
     AbortSequences,
-    AddRequest,
+    AddPrompt,
     EngineFailed,
     EngineInfo,
     EngineProcessConfig,
@@ -83,7 +83,7 @@ def taken_script(folder: Path) -> dict[str, Any]:
             continue  # another process was quicker
         found: dict[str, Any] = json.loads(script.with_suffix(".taken").read_text())
         return found
-    return {"fatal": "no script is left"}
+    return {"failed": "no script is left"}
 
 
 def main() -> None:
@@ -92,8 +92,8 @@ def main() -> None:
     socket = zmq.Context.instance().socket(zmq.PAIR)
     socket.connect(config.address)
     script = taken_script(Path(config.path))
-    if "fatal" in script:
-        socket.send(encode(EngineFailed(script["fatal"])))
+    if "failed" in script:
+        socket.send(encode(EngineFailed(script["failed"])))
     else:
         socket.send(encode(EngineReady(msgspec.structs.replace(INFO, **script))))
     log, poller, running, taken = Path(config.path) / f"{os.getpid()}.sent", zmq.Poller(), 0, 0
@@ -105,7 +105,7 @@ def main() -> None:
         message = decode_for_engine(socket.recv())
         ends = []
         match message:
-            case AddRequest():
+            case AddPrompt():
                 tokens = [int(token) for token in np.frombuffer(message.prompt, np.int32)]
                 line, taken = f"submit {tokens}", taken + message.params.n
                 if tokens[0] == HOLD:
@@ -118,7 +118,7 @@ def main() -> None:
                 line = "reset"
         with log.open("a") as file:
             file.write(f"{line}\n")
-        step = EngineStep(0.0, 0.0, None, 0, 0, 0, 0, 0, running, 0, 0, 10, taken=taken)
+        step = EngineStep(0.0, 0.0, None, 0, 0, 0, 0, 0, running, 0, 0, 10, num_handled=taken)
         socket.send(encode(StepOutputs([], [], [], ends, {}, [], step)))
 
 

@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import RequestError
-from weft.serve.endpoints.background_response import BackgroundResponse
 from weft.serve.endpoints.disconnect_watcher import CLIENT_DISCONNECTED, ClientDisconnected
-from weft.serve.endpoints.event_log import EventLog, follow
-from weft.serve.endpoints.response_store import ResponseStore, StoredResponse
-from weft.serve.endpoints.responses_endpoints import ResponsesEndpoints
-from weft.serve.engines.submitted_request import SubmittedRequest
+from weft.serve.endpoints.responses_api.background_response import BackgroundResponse
+from weft.serve.endpoints.responses_api.event_log import EventLog, follow
+from weft.serve.endpoints.responses_api.response_store import ResponseStore, StoredResponse
+from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
+from weft.serve.engines.request_output_collector import RequestOutputCollector
 from weft.serve.errors import ApiError
 from weft.serve.log_limits import LogRateLimit
-from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter
+from weft.serve.protocols.responses_bodies import ResponsesBody
+from weft.serve.protocols.responses_formatter import ResponsesFormatter
 
 
 def event(number: int, size: int = 0) -> bytes:
@@ -159,9 +160,9 @@ def test_cancelling_before_it_is_submitted() -> None:
             "key", ResponsesFormatter("resp_1", "model", None, ResponsesBody(input="x")), b"[]", False
         )
         running.cancel()
-        submitted = SubmittedRequest()
-        running.attach(submitted)
-        (update,) = await asyncio.wait_for(submitted.updates(), 5)
+        collector = RequestOutputCollector()
+        running.attach(collector)
+        (update,) = await asyncio.wait_for(collector.updates(), 5)
         assert update.failure == CLIENT_DISCONNECTED
 
     asyncio.run(scenario())

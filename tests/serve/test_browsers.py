@@ -104,6 +104,6 @@ def test_it_can_be_switched_off(closed: RunningServer, origin: bytes) -> None:
 
 def test_named_origins_take_the_place_of_the_default() -> None:
     named = AllowedOrigins(("https://chat.example.org",))
-    assert named.open_to(b"https://chat.example.org") == b"https://chat.example.org"
-    assert named.open_to(b"http://localhost:3000") is None
-    assert AllowedOrigins(("*",)).open_to(b"https://chat.example.org") == b"*"
+    assert named.allowed(b"https://chat.example.org") == b"https://chat.example.org"
+    assert named.allowed(b"http://localhost:3000") is None
+    assert AllowedOrigins(("*",)).allowed(b"https://chat.example.org") == b"*"

@@ -12,7 +12,7 @@ import weft
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
 from weft.serve.engines.messages import SequenceEnd
-from weft.serve.engines.submitted_request import SequenceUpdate
+from weft.serve.engines.request_output_collector import SequenceUpdate
 from weft.serve.output.choice import Choice
 from weft.text.reasoning import make_reasoning_parser
 from weft.text.tokenizer import Tokenizer
@@ -35,8 +35,8 @@ def read(text: str, single: bool = False) -> tuple[Choice, list]:
         single=single,
     )
     ids = TOKENIZER.encode(text, add_special_tokens=False)
-    pieces = [choice.take(SequenceUpdate(0, token)) for token in ids]
-    pieces.append(choice.take(SequenceUpdate(0, None, SequenceEnd(0, None, "stop", None, 0, None))))
+    pieces = [choice.append(SequenceUpdate(0, token)) for token in ids]
+    pieces.append(choice.append(SequenceUpdate(0, None, SequenceEnd(0, None, "stop", None, 0, None))))
     return choice, pieces
 
 
@@ -48,7 +48,7 @@ def test_thoughts_text_and_calls_come_apart() -> None:
     assert [json.loads(call["function"]["arguments"])["city"] for call in choice.calls] == ["Rome", "Oslo"]
     streamed = "".join(call.arguments for piece in pieces for call in piece.calls if call.index == 1)
     assert json.loads(streamed) == {"city": "Oslo"}
-    assert choice.reason == pieces[-1].reason == "tool_calls"
+    assert choice.finish_reason == pieces[-1].finish_reason == "tool_calls"
     assert len(choice.tokens) == len(pieces) - 1
 
 
@@ -71,14 +71,14 @@ def test_one_call_where_only_one_is_wanted() -> None:
 def test_a_second_call_that_is_not_wanted_ends_the_reply() -> None:
     """Else the engine would write it to its end, and nobody would see it."""
     _, pieces = read(f"{CALL % 'Rome'}{CALL % 'Oslo'}", single=True)
-    assert "tool_calls" in [piece.reason for piece in pieces[:-1]]
+    assert "tool_calls" in [piece.finish_reason for piece in pieces[:-1]]
 
 
 @pytest.mark.parametrize("text", ["Plain words.", "<tool_call> is a tag", "a < b", ""])
 def test_what_is_no_call_is_text(text: str) -> None:
     choice, pieces = read(text)
     assert choice.text.split() == text.split()
-    assert (choice.calls, choice.reason) == ([], "stop")
+    assert (choice.calls, choice.finish_reason) == ([], "stop")
     assert sum(len(piece.calls) for piece in pieces) == 0
 
 
@@ -93,9 +93,9 @@ def told(ids: list[int], params: SamplingParams, *, thinks: bool = False, last: 
     assert TOKENIZER is not None
     thoughts = make_reasoning_parser("qwen3", "") if thinks else None
     choice = Choice(0, TOKENIZER, [], params, reasoning=thoughts)
-    pieces = [choice.take(SequenceUpdate(0, token, logprobs=TokenLogprobs(token, -1.0, 1, {}))) for token in ids]
+    pieces = [choice.append(SequenceUpdate(0, token, logprobs=TokenLogprobs(token, -1.0, 1, {}))) for token in ids]
     found = None if last is None else TokenLogprobs(last, -1.0, 1, {})
-    pieces.append(choice.take(SequenceUpdate(0, last, SequenceEnd(0, last, "stop", None, 0, None), found)))
+    pieces.append(choice.append(SequenceUpdate(0, last, SequenceEnd(0, last, "stop", None, 0, None), found)))
     assert [found for piece in pieces for found in piece.text_logprobs] == choice.text_logprobs
     assert [piece.offset for piece in pieces if piece.logprobs] == choice.offsets
     assert "".join(piece.text for piece in pieces) == choice.text

@@ -21,8 +21,9 @@ from weft.serve.engines import engine_process
 from weft.serve.engines.engine_client import DIED, EngineClient, EngineHealth
 from weft.serve.engines.engine_connection import EngineLoad
 from weft.serve.engines.engine_pool import EnginePool, LeastLoadedRouter
-from weft.serve.engines.engine_process import DEATHS_WITHIN, MAX_DEATHS, RestartBackoff
-from weft.serve.engines.submitted_request import EnginePrompt, SubmittedRequest
+from weft.serve.engines.engine_process import DEATHS_WITHIN_S, MAX_DEATHS, RestartBackoff
+from weft.serve.engines.engine_prompt import EnginePrompt
+from weft.serve.engines.request_output_collector import RequestOutputCollector
 
 Scenario = Callable[[EnginePool, Stubs], Coroutine[Any, Any, None]]
 
@@ -74,8 +75,8 @@ def test_one_engine_from_its_start_to_its_restart(play: Callable[..., list[str]]
         assert engines.load == EngineLoad(free_blocks=10)
         first = client.pid
         assert first is not None
-        held, submitted = client.submit([prompt(HOLD, n=2)], 0.0), client.submit([prompt(7)], 0.0)
-        (update,) = await submitted.updates()
+        held, collector = client.submit([prompt(HOLD, n=2)], 0.0), client.submit([prompt(7)], 0.0)
+        (update,) = await collector.updates()
         assert (update.token, update.end and update.end.reason) == (7, "stop")
         assert client.load == EngineLoad(running=2, free_blocks=10)
         client.abort(held, 1)
@@ -99,14 +100,14 @@ def test_a_request_stays_with_the_least_loaded_engine(play: Callable[..., list[s
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
         await until(lambda: engines.ready == {"0", "1"})
         pids = engines.pids
-        requests: list[tuple[EngineClient, SubmittedRequest]] = []
+        requests: list[tuple[EngineClient, RequestOutputCollector]] = []
         for n in (1, 3, 1, 1):  # what was sent counts before the engine has read it
             client = engines.choose([prompt(HOLD, n)])
             requests.append((client, client.submit([prompt(HOLD, n)], 0.0)))
         assert [client.name for client, _ in requests] == ["0", "1", "0", "0"]
         assert engines.load.sequences == 6
-        client, submitted = requests[1]
-        client.abort(submitted)
+        client, collector = requests[1]
+        client.abort(collector)
         await until(lambda: engines.load == EngineLoad(running=3, free_blocks=20))
         assert engines.choose().name == "1"
         engines.reset_cache()
@@ -131,7 +132,7 @@ def test_one_of_two_engines_dies(play: Callable[..., list[str]]) -> None:
         assert update.failure == DIED
         assert (first.health, engines.health) == (EngineHealth.STARTING, EngineHealth.READY)
         assert engines.choose() is second, "though it has more to do"
-        assert len(kept.open) == 2
+        assert len(kept.open_keys) == 2
         await until(lambda: engines.ready == {"0", "1"})
         assert engines.choose() is first
         await until(lambda: second.load.running == 2)
@@ -151,22 +152,22 @@ def test_a_stopped_engine_gets_no_requests(play: Callable[..., list[str]], monke
         os.kill(first.pid, signal.SIGCONT)
         await until(lambda: engines.choose() is first)
 
-    monkeypatch.setattr(engine_process, "CHECK_INTERVAL", 0.4)  # seconds between two checks; the stub beats every 0.5
+    monkeypatch.setattr(engine_process, "CHECK_INTERVAL_S", 0.4)  # seconds between two checks; the stub beats every 0.5
     assert play(scenario, ("0", "1"), {}, {}) == []
 
 
-def test_an_engine_that_differs_is_given_up(play: Callable[..., list[str]]) -> None:
+def test_an_engine_that_differs_is_not_started_again(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
-        await until(lambda: EngineHealth.FATAL in {client.health for client in engines.clients})
+        await until(lambda: EngineHealth.FAILED in {client.health for client in engines.clients})
         (good,) = (client for client in engines.clients if client.health is EngineHealth.READY)
         assert engines.health is EngineHealth.READY
-        assert engines.fatal is None
+        assert engines.failure is None
         assert engines.info == good.info
         assert [engines.choose() for _ in range(3)] == [good] * 3
         await until(lambda: [pid for pid in engines.pids.values() if pid is not None] == [good.pid])
 
     (line,) = play(scenario, ("0", "1"), {"num_blocks": 10}, {"vocab_size": 50, "num_blocks": 20})
-    assert "is given up: its vocab_size is " in line
+    assert "has failed and is not started again: its vocab_size is " in line
     assert {"50", "1000"} < set(line.replace(",", "").split())
 
 
@@ -185,12 +186,12 @@ def test_requests_are_checked_against_what_every_engine_can_do(play: Callable[..
 
 def test_no_engine_can_be_started(play: Callable[..., list[str]]) -> None:
     async def scenario(engines: EnginePool, stubs: Stubs) -> None:
-        await until(lambda: engines.health is EngineHealth.FATAL)
-        assert engines.fatal == "no such model", "said once"
+        await until(lambda: engines.health is EngineHealth.FAILED)
+        assert engines.failure == "no such model", "said once"
         assert engines.info is None
         await until(engines.changed.is_set)
 
-    log = play(scenario, ("0", "1"), {"fatal": "no such model"}, {"fatal": "no such model"})
+    log = play(scenario, ("0", "1"), {"failed": "no such model"}, {"failed": "no such model"})
     assert len(log) <= 1  # the last one ends the server, which says the reason
 
 
@@ -223,4 +224,4 @@ def test_restarts_are_delayed_and_end() -> None:
     assert [restarts.delay(now) for now in range(MAX_DEATHS)] == [0.0, 0.2, 0.4, 0.8, 1.6]
     assert restarts.delay(MAX_DEATHS) is None
     assert len(restarts) == MAX_DEATHS + 1
-    assert restarts.delay(MAX_DEATHS + 1 + DEATHS_WITHIN) == 0.0, "old deaths do not count"
+    assert restarts.delay(MAX_DEATHS + 1 + DEATHS_WITHIN_S) == 0.0, "old deaths do not count"

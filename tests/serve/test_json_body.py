@@ -39,8 +39,8 @@ class Fields(msgspec.Struct):
 )
 def test_pieces_make_the_whole(body: dict, piece: int, indent: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_body, "LARGE", 0)
-        patch.setattr(json_body, "PIECE", piece)
+        patch.setattr(json_body, "LARGE_BODY", 0)
+        patch.setattr(json_body, "IDS_PIECE", piece)
         found = json_body.parse(json.dumps(body, indent=indent).encode(), Fields)
     assert (found.a, found.b) == (body.get("a"), body.get("b"))
 
@@ -56,16 +56,16 @@ def test_values_are_counted_outside_of_texts(found: list) -> None:
     total = sum(map(count, found))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_body, "MOST_VALUES", total)
-        assert not json_body.hold_too_many(texts)
+        assert not json_body.have_too_many_values(texts)
         patch.setattr(json_body, "MOST_VALUES", total - 1)
-        assert json_body.hold_too_many(texts) or not texts
+        assert json_body.have_too_many_values(texts) or not texts
 
 
 @pytest.mark.parametrize("text", [b'"', b'"\\', b'[1, "a\\" , [2', b'\\"'])
 def test_what_is_no_json_can_be_counted(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a model may have written it, in the arguments of a call."""
     monkeypatch.setattr(json_body, "MOST_VALUES", 0)
-    json_body.hold_too_many([text])
+    json_body.have_too_many_values([text])
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_what_is_no_json_can_be_counted(text: bytes, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_what_is_wrong_is_wrong_in_pieces_too(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_body, "LARGE", 0)
-    monkeypatch.setattr(json_body, "PIECE", 2)
+    monkeypatch.setattr(json_body, "LARGE_BODY", 0)
+    monkeypatch.setattr(json_body, "IDS_PIECE", 2)
     with pytest.raises(msgspec.MsgspecError):
         json_body.parse(body, CompletionBody)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -259,6 +260,37 @@ def test_every_answer_has_an_id(guarded: RunningServer) -> None:
     given = guarded.post(TEXT, {"prompt": "x", "max_tokens": 1}, headers={"x-request-id": "mine"})
     assert given.headers["x-request-id"] == "mine"
     assert guarded.post(TEXT, {}).headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("path", "prefix", "more"),
+    [
+        (TEXT, "cmpl-", {"prompt": "x"}),
+        ("/v1/chat/completions", "chatcmpl-", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/messages", "msg_", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/embeddings", "embd-", {"input": "x"}),
+    ],
+)
+def test_the_id_of_a_response_is_made_of_the_id_of_its_request(
+    server: RunningServer, path: str, prefix: str, more: dict[str, object]
+) -> None:
+    body = more if prefix == "embd-" else {**more, "max_tokens": 1}
+    answer = server.http.post(path, json=body)
+    assert answer.json()["id"] == prefix + answer.headers["x-request-id"]
+    twice = [server.http.post(path, json=body, headers={"x-request-id": 'my"own/id'}) for _ in range(2)]
+    assert {again.headers["x-request-id"] for again in twice} == {'my"own/id'}
+    ids = [again.json()["id"] for again in twice]
+    assert len({*ids}) == 2
+    assert all(id.startswith(f'{prefix}my"own/id-') for id in ids)
+
+
+def test_the_id_of_a_stored_response_cannot_be_chosen(server: RunningServer) -> None:
+    body = {"input": "x", "max_output_tokens": 1}
+    answer = server.http.post("/v1/responses", json=body)
+    assert answer.json()["id"] == "resp_" + answer.headers["x-request-id"]
+    own = server.http.post("/v1/responses", json=body, headers={"x-request-id": "a/b"}).json()["id"]
+    assert re.fullmatch("resp_[0-9a-f]{24}", own)
+    assert server.get(f"/v1/responses/{own}")["id"] == own
 
 
 def test_refusals_do_not_fill_the_queue(tmp_path: Path) -> None:

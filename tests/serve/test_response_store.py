@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weft.serve.endpoints.response_store import OVERHEAD, ResponseStore, StoredResponse
+from weft.serve.endpoints.responses_api.response_store import OVERHEAD, ResponseStore, StoredResponse
 
 
 def response(id: str, size: int = 0) -> StoredResponse:

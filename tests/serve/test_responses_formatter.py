@@ -5,7 +5,8 @@ from typing import Any
 
 from tests.serve.test_choice import CALL, read
 from weft.serve.output.choice import ChoiceDelta
-from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter
+from weft.serve.protocols.responses_bodies import ResponsesBody
+from weft.serve.protocols.responses_formatter import ResponsesFormatter
 from weft.text.tools import ToolCallDelta
 
 

@@ -10,7 +10,14 @@ from weft.serve.errors import ApiError
 from weft.serve.http import json_body
 from weft.serve.log_limits import MOST_NAMES, UnknownFieldLog
 from weft.serve.protocols.openai_bodies import ChatBody, CompletionBody
-from weft.serve.protocols.unsupported_fields import HARMLESS, MOST_TOLD, NAMES, REFUSED, header_value, unknown_fields
+from weft.serve.protocols.unsupported_fields import (
+    HARMLESS_FIELDS,
+    KNOWN_FIELDS,
+    MOST_HEADER,
+    REFUSED_FIELDS,
+    header_value,
+    unknown_fields,
+)
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES = {
@@ -71,7 +78,7 @@ def test_fields_without_effect_are_accepted(server: RunningServer) -> None:
     for path in BODIES:
         known = {"store": True, "metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s"}
         answered(server, path, **known, cache_prompt=True, length_penalty=0.5, prediction={"type": "content"})
-    assert not HARMLESS & REFUSED.keys()
+    assert not HARMLESS_FIELDS & REFUSED_FIELDS.keys()
 
 
 def test_unknown_fields_are_told(server: RunningServer) -> None:
@@ -93,18 +100,18 @@ def test_large_bodies_are_looked_at_too(server: RunningServer) -> None:
 @pytest.mark.parametrize("large", [False, True])
 def test_what_a_body_has_beside_its_fields(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
-        monkeypatch.setattr(json_body, "LARGE", 0)
+        monkeypatch.setattr(json_body, "LARGE_BODY", 0)
     data = json.dumps({"prompt": "x", "mirostat": [1, 2], "other": {"a": 1}}).encode()
-    body, others = json_body.parse_all(data, CompletionBody, NAMES)
+    body, others = json_body.parse_all(data, CompletionBody, KNOWN_FIELDS)
     assert (body.prompt, set(others)) == ("x", {"mirostat", "other"})
     assert json.loads(others["mirostat"]) == [1, 2]
-    body, others = json_body.parse_all(b'{"messages": [], "stream": true}', ChatBody, NAMES)
+    body, others = json_body.parse_all(b'{"messages": [], "stream": true}', ChatBody, KNOWN_FIELDS)
     assert (body.stream, others) == (True, {})
 
 
 def test_names_are_bounded() -> None:
     header = header_value(["x" * 1000, *(f"name{number}" for number in range(100))])
-    assert len(header) <= MOST_TOLD
+    assert len(header) <= MOST_HEADER
     assert header.endswith(b", ...")
     assert header.startswith(b"x" * 64 + b", name0, ")
     said: list[str] = []

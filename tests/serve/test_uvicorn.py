@@ -86,7 +86,7 @@ def test_the_list_of_names_is_complete() -> None:
     of_self = {node.attr for node in attributes if ast.unparse(node.value) == "self"}
     of_cycle = {node.attr for node in attributes if ast.unparse(node.value) in ("cycle", "self.cycle")}
     of_super = {node.attr for node in attributes if ast.unparse(node.value) == "super()"}
-    assert "_look_for_client" in own
+    assert "_check_liveness" in own
     assert of_self - own <= {*OF_CONNECTION, *OVERRIDDEN}
     assert of_cycle <= {*OF_CYCLE}
     assert of_super <= {*OVERRIDDEN}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.smooth import SMOOTH
-from weft.bench.engine.others import Others, Ticks
+from weft.bench.engine.other_processes import OtherProcesses, Ticks
 from weft.bench.engine.replay import replay
 from weft.bench.engine.virtual import virtual_engine
 from weft.bench.http.client import Reply
@@ -231,7 +231,7 @@ def test_errors_are_noted_in_a_profile_and_told_by_the_simulator(
 
 
 def test_processor_time_of_others_is_a_share_of_all_and_without_ones_own() -> None:
-    watched = Others()
+    watched = OtherProcesses()
     before = watched._begin
     if before is None:
         pytest.skip("there is no /proc/stat here")

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from tests.strength import examples
 from weft.errors import OptionError
-from weft.text.reasoning import Place, ReasoningParser, detect_reasoning, make_reasoning_parser, place_of
+from weft.text.reasoning import ReasoningParser, ReasoningState, detect_reasoning, initial_state, make_reasoning_parser
 
 
 def split(parser: ReasoningParser, *pieces: str) -> tuple[str, str]:
@@ -37,8 +37,8 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("open", "reply", "reasoning", "content"), EXAMPLES)
 def test_examples_in_one_piece_and_character_by_character(open, reply, reasoning, content):
-    assert split(ReasoningParser(open=open), reply) == (reasoning, content)
-    assert split(ReasoningParser(open=open), *reply) == (reasoning, content)
+    assert split(ReasoningParser(is_inside=open), reply) == (reasoning, content)
+    assert split(ReasoningParser(is_inside=open), *reply) == (reasoning, content)
 
 
 pieces = st.lists(
@@ -50,9 +50,9 @@ pieces = st.lists(
 @settings(deadline=None, max_examples=examples(300))
 def test_cuts_do_not_matter(pieces, open, size):
     text = "".join(pieces)
-    whole = split(ReasoningParser(open=open), text)
-    assert split(ReasoningParser(open=open), *pieces) == whole
-    assert split(ReasoningParser(open=open), *(text[i : i + size] for i in range(0, len(text), size))) == whole
+    whole = split(ReasoningParser(is_inside=open), text)
+    assert split(ReasoningParser(is_inside=open), *pieces) == whole
+    assert split(ReasoningParser(is_inside=open), *(text[i : i + size] for i in range(0, len(text), size))) == whole
 
 
 @given(st.text("ab<\n /think>", max_size=20), st.text("ab<\n /think>", max_size=20))
@@ -61,7 +61,7 @@ def test_thoughts_and_answers_come_out_as_they_went_in(reasoning, content):
     if reasoning.lstrip().startswith("<think>") or "</think>" in reasoning:
         return
     text = f"{reasoning}</think>\n\n{content}"
-    assert split(ReasoningParser(), "<think>\n", text) == split(ReasoningParser(open=True), text)
+    assert split(ReasoningParser(), "<think>\n", text) == split(ReasoningParser(is_inside=True), text)
     assert split(ReasoningParser(), "<think>\n", text) == (reasoning, content.lstrip("\n"))
 
 
@@ -110,28 +110,28 @@ def test_an_unknown_name_is_refused():
         ("{{- '<|im_start|>' + message['role'] + message['content'] }}", None),
     ],
 )
-def test_the_style_is_seen_in_the_template(template, name):
+def test_the_format_is_seen_in_the_template(template, name):
     assert detect_reasoning(template) == name
 
 
 @pytest.mark.parametrize(
-    ("name", "prompt_end", "place"),
+    ("name", "prompt_end", "state"),
     [
-        ("qwen3", "<|im_start|>assistant\n", Place(open=False, over=False)),
-        ("qwen3", "assistant\n<think>\n", Place(open=True, over=False)),
-        ("qwen3", "assistant\n<think>\n\n</think>\n\n", Place(open=False, over=True)),
-        ("deepseek_r1", "<｜Assistant｜>", Place(open=True, over=False)),
-        ("deepseek_r1", "<｜Assistant｜></think>", Place(open=False, over=True)),
+        ("qwen3", "<|im_start|>assistant\n", ReasoningState(is_inside=False, is_over=False)),
+        ("qwen3", "assistant\n<think>\n", ReasoningState(is_inside=True, is_over=False)),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", ReasoningState(is_inside=False, is_over=True)),
+        ("deepseek_r1", "<｜Assistant｜>", ReasoningState(is_inside=True, is_over=False)),
+        ("deepseek_r1", "<｜Assistant｜></think>", ReasoningState(is_inside=False, is_over=True)),
     ],
 )
-def test_where_the_reply_to_a_prompt_stands(name: str, prompt_end: str, place: Place) -> None:
-    assert place_of(name, prompt_end) == place
+def test_where_the_reply_to_a_prompt_stands(name: str, prompt_end: str, state: ReasoningState) -> None:
+    assert initial_state(name, prompt_end) == state
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
 def test_a_reply_that_was_begun_stands_where_its_text_does(name: str) -> None:
-    assert place_of(name, "the user says hello.", "<think>\nOkay, the user says hello.").open
+    assert initial_state(name, "the user says hello.", "<think>\nOkay, the user says hello.").is_inside
     for begun in ("<think>x</think>The answer is", "The answer is"):
-        assert place_of(name, begun[-32:], begun) == Place(open=False, over=True)
+        assert initial_state(name, begun[-32:], begun) == ReasoningState(is_inside=False, is_over=True)
         parser = make_reasoning_parser(name, begun[-32:], begun)
         assert split(parser, "<think>", " is a tag") == ("", "<think> is a tag")

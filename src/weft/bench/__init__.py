@@ -1,1 +1,1 @@
-"""Benchmarks: speed is measured here, never in tests."""
+"""Speed is measured here, never in tests."""

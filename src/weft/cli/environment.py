@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from weft.cli.foreign import Foreign
+from weft.cli.foreign_options import ForeignOption
 from weft.errors import OptionError
 
 PREFIX = "WEFT_"
@@ -15,7 +15,7 @@ def read_environment(parser: argparse.ArgumentParser, environment: Mapping[str, 
     """Sets defaults from WEFT_... variables. `arguments.misread` is the error of the first bad value, or None."""
     misread: list[OptionError] = []
     for action in parser._actions:
-        if not action.option_strings or action.dest == "help" or isinstance(action, Foreign):
+        if not action.option_strings or action.dest == "help" or isinstance(action, ForeignOption):
             continue
         name = PREFIX + action.option_strings[0].removeprefix("--").replace("-", "_").upper()
         text = environment.get(name, "").strip()

@@ -30,7 +30,7 @@ def in_words(seconds: float) -> str:
 
 def sending_seconds(arguments: argparse.Namespace, rate: float) -> float | None:
     """Seconds in which the requests of one run are sent; None if this depends only on the server."""
-    from weft.cli.load import NUMBER
+    from weft.cli.load import DEFAULT_REQUESTS
 
     longest: float = arguments.duration
     if arguments.trace is not None:
@@ -39,7 +39,7 @@ def sending_seconds(arguments: argparse.Namespace, rate: float) -> float | None:
         arrivals = load_trace(arguments.trace).scaled(arguments.rate_scale).arrivals[: arguments.num_prompts]
         return min(longest, arrivals[-1].time if arrivals else 0.0)
     if rate < math.inf and (arguments.num_prompts is not None or longest == math.inf):
-        longest = min(longest, (arguments.num_prompts or NUMBER) / rate)
+        longest = min(longest, (arguments.num_prompts or DEFAULT_REQUESTS) / rate)
     return longest if longest < math.inf else None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft import __version__
-from weft.bench.engine.others import Others
+from weft.bench.engine.other_processes import OtherProcesses
 from weft.bench.engine.shapes import shape_directory
 from weft.cli.estimate import SERVER_START, in_words, tell_estimate
 from weft.cli.load import api_key, check_folders, new_words, write_json
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from weft.sim.traces import Trace
 
 TARGETS = {"gap_target_ms": 50.0, "ttft_target_ms": 1000.0, "ttft_target_per_1k_ms": 250.0}
-OUTPUTS = ("json", "table", "update_profile", "from_json", "progress", "api_key", "help")  # do not affect the result
+# Options that do not affect the result.
+OUTPUT_OPTIONS = ("json", "table", "update_profile", "from_json", "progress", "api_key", "help")
 BEGIN, END = "<!-- results: written by weft bench fidelity --table -->", "<!-- end of results -->"
-WIDTHS = (28, 12, 12, 14, 20)  # column widths on the terminal
+COLUMN_WIDTHS = (28, 12, 12, 14, 20)  # column widths on the terminal
 
 EPILOG = """\
 examples:
@@ -109,7 +110,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.table is not None:
         _parts(arguments.table)
     if arguments.from_json is not None:
-        _refuse(arguments, _given(arguments) - {*OUTPUTS}, "--from plays nothing; leave it out")
+        _refuse(arguments, _given(arguments) - {*OUTPUT_OPTIONS}, "--from plays nothing; leave it out")
         return
     if (arguments.trace is None) == (arguments.workload is None):
         raise OptionError("give either --trace FILE or --workload SPEC: there must be something to play")
@@ -204,7 +205,7 @@ def _served_engine(arguments: argparse.Namespace, policy: str) -> Iterator[Serve
         own = [pid for pid in info["processes"].values() if pid is not None]
 
         def play(trace: "Trace", words: int) -> "Served":
-            others = Others(own)
+            others = OtherProcesses(own)
             show = arguments.progress and sys.stderr.isatty()
             vocab_size = facts["vocab_size"]
             served = on_fast_loop(replay(url, trace, vocab_size=vocab_size, words=words, key=key or None, show=show))
@@ -232,7 +233,7 @@ def _embedded(arguments: argparse.Namespace, policy: str) -> Iterator[ServedEngi
             warm, prompts = token_prompts(trace, facts["vocab_size"], words)
             replay(engine, warm, prompts[len(trace.arrivals) :])
             with work_progress(f"{policy}, served", len(trace.arrivals), arguments.progress) as advance:
-                others = Others()
+                others = OtherProcesses()
                 return replace(replay(engine, trace, prompts, advance), others=others.share())
 
         yield ServedEngine(facts, options.max_num_batched_tokens, options.model or "default model", play)
@@ -264,7 +265,7 @@ def _targets_ms(arguments: argparse.Namespace, facts: dict[str, Any] | None = No
 
 
 @dataclass(frozen=True)
-class Play:
+class PolicyRuns:
     """Served results of one policy, and the inputs of its simulation."""
 
     policy: str
@@ -284,7 +285,7 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
     command, policies = _command(arguments), _policies(arguments)
     _tell_estimate(arguments, len(policies))
     name = arguments.shape
-    plays: list[Play] = []
+    plays: list[PolicyRuns] = []
     with ExitStack() as stack:
         if arguments.shape is not None:
             arguments.model = str(stack.enter_context(shape_directory(arguments.shape)))
@@ -295,7 +296,7 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
             with _served_engine(arguments, "slo") as engine:
                 calibration = _calibrated(engine)
         for policy in policies:
-            plays.append(_play(arguments, policy, calibration))
+            plays.append(_serve_policy(arguments, policy, calibration))
             calibration = plays[-1].calibration
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -321,7 +322,7 @@ def _tell_estimate(arguments: argparse.Namespace, policies: int) -> None:
     tell_estimate(runs * each + starts * SERVER_START, f"{told}; a large model takes longer to start")
 
 
-def _play(arguments: argparse.Namespace, policy: str, calibration: "Profile | None") -> Play:
+def _serve_policy(arguments: argparse.Namespace, policy: str, calibration: "Profile | None") -> PolicyRuns:
     """Serves all runs of a policy. Every run has a new engine, because an engine learns while it serves. A server at
     --url serves all runs."""
     runs: list[Served] = []
@@ -335,7 +336,7 @@ def _play(arguments: argparse.Namespace, policy: str, calibration: "Profile | No
                 calibration = calibration or _calibrated(engine)
                 if _has_targets(engine.facts) and arguments.url is not None:
                     _refuse(arguments, {*TARGETS}, "the server at --url has targets of its own; leave it out")
-                trace, left_out = _slice(arguments, engine.facts)
+                trace, left_out = _trace_slice(arguments, engine.facts)
             _say(f"served run {number + 1} of {arguments.repeats}: {len(trace.arrivals)} requests")
             runs.append(engine.play(trace, words + number))
     facts = engine.facts
@@ -345,10 +346,10 @@ def _play(arguments: argparse.Namespace, policy: str, calibration: "Profile | No
     profile = engine.profile(calibration)
     request = sum(run.request for run in runs) / len(runs)  # measured before each run, like the calibration
     profile = replace(profile, host=replace(profile.host, request=request))
-    return Play(served_as, facts, engine.model, calibration, profile, trace, left_out, runs)
+    return PolicyRuns(served_as, facts, engine.model, calibration, profile, trace, left_out, runs)
 
 
-def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
+def _result(arguments: argparse.Namespace, play: PolicyRuns) -> dict[str, Any]:
     """Simulates one policy. Returns its served and simulated results, ready for JSON."""
     from weft.core import Source, Targets
     from weft.progress import work_progress
@@ -386,7 +387,7 @@ def _result(arguments: argparse.Namespace, play: Play) -> dict[str, Any]:
     }
 
 
-def _about(arguments: argparse.Namespace, play: Play, shape: str | None) -> dict[str, Any]:
+def _about(arguments: argparse.Namespace, play: PolicyRuns, shape: str | None) -> dict[str, Any]:
     """The part of the result that all policies share."""
     from weft.sim.fidelity import truth_of
 
@@ -394,7 +395,7 @@ def _about(arguments: argparse.Namespace, play: Play, shape: str | None) -> dict
     return {
         "device": play.facts["device"],
         "model": _plain_name(shape or play.model),
-        "slice": _slice_name(arguments),
+        "slice": _trace_slice_name(arguments),
         "requests": len(play.trace.arrivals),
         "seconds": play.trace.span,
         "left_out_too_long": play.left_out,
@@ -419,7 +420,7 @@ def _calibrated(engine: ServedEngine) -> "Profile":
     return read_profile("calibration", engine.facts["profile"])
 
 
-def _slice(arguments: argparse.Namespace, facts: dict[str, Any]) -> "tuple[Trace, int]":
+def _trace_slice(arguments: argparse.Namespace, facts: dict[str, Any]) -> "tuple[Trace, int]":
     """The trace to play, and the number of requests left out because they are longer than the context."""
     from weft.sim.traces import load_trace
     from weft.sim.workloads import parse_workload
@@ -438,7 +439,7 @@ def _slice(arguments: argparse.Namespace, facts: dict[str, Any]) -> "tuple[Trace
     return trace, 0 if left_out is None else left_out.count
 
 
-def _slice_name(arguments: argparse.Namespace) -> str:
+def _trace_slice_name(arguments: argparse.Namespace) -> str:
     if arguments.workload is not None:
         return str(arguments.workload)
     name = f"{arguments.trace.stem} x{arguments.rate_scale or 1.0:g}"
@@ -450,7 +451,7 @@ def _command(arguments: argparse.Namespace) -> str:
     words = ["weft", "bench", "fidelity"]
     for action in arguments.parser._actions:
         value = getattr(arguments, action.dest, None)
-        if action.dest in OUTPUTS or value == action.default:
+        if action.dest in OUTPUT_OPTIONS or value == action.default:
             continue
         if not action.option_strings:
             words.insert(3, _plain_name(str(value)))
@@ -499,8 +500,8 @@ def _show(result: dict[str, Any]) -> None:
         print()
         for name, *values in rows:
             print(
-                f"{name:<{WIDTHS[0]}}"
-                + "".join(f"{one:>{width}}" for one, width in zip(values, WIDTHS[1:], strict=True))
+                f"{name:<{COLUMN_WIDTHS[0]}}"
+                + "".join(f"{one:>{width}}" for one, width in zip(values, COLUMN_WIDTHS[1:], strict=True))
             )
         print("\n".join(remarks(one)))
 

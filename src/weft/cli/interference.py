@@ -22,7 +22,7 @@ from weft.errors import OptionError
 
 if TYPE_CHECKING:
     from weft.bench.engine.interference import Interference
-    from weft.bench.http.interference import Seen
+    from weft.bench.http.interference import ObservedInterference
     from weft.engine.engine import Engine
 
 PROFILE = "h200-llama-3-8b"
@@ -81,17 +81,17 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     _tell_estimate(arguments)
     if arguments.url is not None:
-        return _outside(arguments)
+        return _measure_server(arguments)
     profile = arguments.profile or PROFILE
     print(
         f"{'where':<44} {'policy':<11} {'target':>8} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8} {'read in':>9}  ms"
     )
-    found = [(f"virtual time, {profile}", _simulated(profile, 0.0, 0.0))]
-    disturbed = (f"virtual time, {profile}, disturbed", _simulated(profile, 0.1, 0.05))
+    found = [(f"virtual time, {profile}", _simulate(profile, 0.0, 0.0))]
+    disturbed = (f"virtual time, {profile}, disturbed", _simulate(profile, 0.1, 0.05))
     for where, runs in (*found, disturbed):
         for run in runs:
             _print_gaps(where, run)
-    real = [] if arguments.simulated_only else _real(arguments)
+    real = [] if arguments.simulated_only else _measure_engine(arguments)
     for where, runs in (*found, disturbed):
         worst = max(run.p999 / run.target for run in runs if run.policy == "slo")
         print(f"{where}: slo's p99.9 is {worst:.2f} of the target ({_verdict(worst / SIMULATED_FACTOR)} 1.1)")
@@ -143,30 +143,30 @@ def _check(arguments: argparse.Namespace) -> None:
     check_folders(arguments)
 
 
-def _outside(arguments: argparse.Namespace) -> int:
+def _measure_server(arguments: argparse.Namespace) -> int:
     """Measures a running server. MODEL is the name of the model there."""
     import asyncio
 
-    seen: list[Seen] = []
+    observed: list[ObservedInterference] = []
     was_interrupted = False
     print(f"{'run':<8}{'gaps, ms':<10} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8} {'read in':>9}")
     try:
-        asyncio.run(_interfere(arguments, seen))
+        asyncio.run(_interfere(arguments, observed))
     except KeyboardInterrupt:  # the results so far are still printed
         was_interrupted = True
-    if seen:
-        _print_medians(seen)
+    if observed:
+        _print_medians(observed)
     target = arguments.gap_target_ms
-    told = [run for run in seen if len(run.before) and len(run.during)]  # a slow server may have no gaps at all
+    told = [run for run in observed if len(run.before) and len(run.during)]  # a slow server may have no gaps at all
     if target is not None and told:
         _print_shares(f"{arguments.url}: the", [_share(run, target / 1000) for run in told])
-    if arguments.json is not None and seen:
-        write_json(arguments.json, [_seen_row(arguments.url, target, run) for run in seen])
-    return interrupted(f"after {len(seen)} of {arguments.runs} runs") if was_interrupted else 0
+    if arguments.json is not None and observed:
+        write_json(arguments.json, [_observed_row(arguments.url, target, run) for run in observed])
+    return interrupted(f"after {len(observed)} of {arguments.runs} runs") if was_interrupted else 0
 
 
-async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
-    """Performs all runs and appends each to `seen`."""
+async def _interfere(arguments: argparse.Namespace, observed: "list[ObservedInterference]") -> None:
+    """Performs all runs and appends each to `observed`."""
     import time
 
     from weft.bench.engine.interference import Scenario
@@ -181,19 +181,19 @@ async def _interfere(arguments: argparse.Namespace, seen: "list[Seen]") -> None:
     prompts = [RequestSpec(number * scenario.every, tokens, 1) for number in range(scenario.prompts)]
     words = int(time.time())  # new prompts in every run: a prompt in the server's prefix cache would disturb nothing
     async with Client(arguments.url, arguments.model, key=api_key(arguments)) as client:
-        await client.meet()
+        await client.discover()
         if not client.asks_to_ignore_eos:
             print("note: the server refused ignore_eos: streams may end too soon", file=sys.stderr)
         atoms = await Atoms.find(client.count)
         for number in range(arguments.runs):
             requests = await make_requests([*streams, *prompts], atoms, words + number, client.count)
-            seen.append(await interfere(client, requests[: len(streams)], requests[len(streams) :]))
-            _print_parts(f"{number + 1}", _parts(seen[-1]), seen[-1].read)
-            print("  first tokens of the long prompts after", _milliseconds(seen[-1].ttfts), flush=True)
+            observed.append(await interfere(client, requests[: len(streams)], requests[len(streams) :]))
+            _print_parts(f"{number + 1}", _parts(observed[-1]), observed[-1].read)
+            print("  first tokens of the long prompts after", _milliseconds(observed[-1].ttfts), flush=True)
 
 
-def _parts(seen: "Seen") -> dict[str, dict[str, float]]:
-    parts = {"before": seen.before, "during": seen.during, "after": seen.after}
+def _parts(observed: "ObservedInterference") -> dict[str, dict[str, float]]:
+    parts = {"before": observed.before, "during": observed.during, "after": observed.after}
     return {name: _percentiles(gaps.tolist()) for name, gaps in parts.items()}
 
 
@@ -203,28 +203,28 @@ def _print_parts(run: str, parts: dict[str, dict[str, float]], read: float) -> N
         print(f"{run:<8}{name:<10} {cells}" + f" {1000 * read:>9.1f}" * (name == "during"), flush=True)
 
 
-def _print_medians(seen: "list[Seen]") -> None:
+def _print_medians(observed: "list[ObservedInterference]") -> None:
     """Prints the median of each figure over the runs."""
     import numpy as np
 
-    every = [_parts(run) for run in seen]
+    every = [_parts(run) for run in observed]
     parts: dict[str, dict[str, float]] = {}
     for name in every[0]:
         known = [one[name] for one in every if one[name]]
         parts[name] = {kind: float(np.median([found[kind] for found in known])) for kind in known[0]} if known else {}
-    _print_parts("median", parts, float(np.median([run.read for run in seen])))
+    _print_parts("median", parts, float(np.median([run.read for run in observed])))
 
 
-def _share(seen: "Seen", target: float) -> float:
+def _share(observed: "ObservedInterference", target: float) -> float:
     """`Interference.within` for a run against a server. `target` is in seconds."""
     from weft.bench.engine.interference import Interference
 
-    run = Interference("", target, seen.before, seen.during, seen.times, 0, seen.read, seen.ttfts)
+    run = Interference("", target, observed.before, observed.during, observed.times, 0, observed.read, observed.ttfts)
     return run.within(REAL_FACTOR)
 
 
-def _seen_row(url: str, target_ms: float | None, seen: "Seen") -> dict[str, Any]:
-    parts = _parts(seen)
+def _observed_row(url: str, target_ms: float | None, observed: "ObservedInterference") -> dict[str, Any]:
+    parts = _parts(observed)
     return {
         "where": url,
         "policy": None,
@@ -233,12 +233,12 @@ def _seen_row(url: str, target_ms: float | None, seen: "Seen") -> dict[str, Any]
         "gap_ms": parts["during"],
         "after_gap_ms": parts["after"],
         "steps_with_prefill": None,
-        "read_in_s": seen.read,
-        "ttft_ms": [1000 * ttft for ttft in seen.ttfts],
+        "read_in_s": observed.read,
+        "ttft_ms": [1000 * ttft for ttft in observed.ttfts],
     }
 
 
-def _simulated(name: str, bias: float, noise: float) -> "list[Interference]":
+def _simulate(name: str, bias: float, noise: float) -> "list[Interference]":
     from weft.bench.engine.interference import POLICIES, Scenario, measure
     from weft.bench.engine.virtual import virtual_engine
     from weft.sim.profiles import load_profile
@@ -252,7 +252,7 @@ def _simulated(name: str, bias: float, noise: float) -> "list[Interference]":
     ]
 
 
-def _real(arguments: argparse.Namespace) -> "list[Interference]":
+def _measure_engine(arguments: argparse.Namespace) -> "list[Interference]":
     """Runs slo several times, and each other policy once, for comparison."""
     from weft.bench.engine.interference import GPU_SCENARIO, POLICIES, Scenario, measure
     from weft.progress import work_progress

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from weft.bench.http.workload import RequestSpec
 
 R = TypeVar("R")
-SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
+SHOWN_STATISTICS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 # Applied after parsing: with argparse defaults, a given value and a default could not be told apart.
 DEFAULTS = {"input_len": "256", "output_len": "128", "rate_scale": 1.0, "pattern": "poisson", "burstiness": 1.0}
-NUMBER = 100  # requests, if neither a number nor a duration is given
-PREPARED = 1000  # prepared requests of a closed loop with a duration: they repeat with other words
+DEFAULT_REQUESTS = 100  # requests, if neither a number nor a duration is given
+PREPARED_REQUESTS = 1000  # prepared requests of a closed loop with a duration: they repeat with other words
 SLOW_CLIENT_MS = 50.0  # above this p99 lag, the figures describe the client rather than the server
 
 EPILOG = """\
@@ -127,9 +127,9 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_folders(arguments)
-    arguments = settled(arguments)
+    arguments = with_defaults(arguments)
     try:
-        found = measured(arguments, arguments.url, new_words())
+        found = measure_server(arguments, arguments.url, new_words())
     except KeyboardInterrupt:  # before the first request; a later Ctrl-C still gives figures
         return interrupted("before the first request was sent: there are no figures")
     # Files are written first: printing may fail, if the reader of the output closes it.
@@ -169,7 +169,7 @@ def new_words() -> int:
     return time.time_ns() // 1_000_000
 
 
-def measured(arguments: argparse.Namespace, url: str, words: int) -> dict[str, Any]:
+def measure_server(arguments: argparse.Namespace, url: str, words: int) -> dict[str, Any]:
     """One run against a server: all figures, and every request. A Ctrl-C before the run begins is raised.
 
     `arguments` must come from `settled`. `words` is a seed of the prompts' words; it does not change lengths or times.
@@ -186,7 +186,7 @@ def api_key(arguments: argparse.Namespace) -> str | None:
     return arguments.api_key or os.environ.get("OPENAI_API_KEY")
 
 
-def settled(arguments: argparse.Namespace, has_rate: bool = False) -> argparse.Namespace:
+def with_defaults(arguments: argparse.Namespace, has_rate: bool = False) -> argparse.Namespace:
     """The arguments with defaults filled in, after all checks that need no server.
 
     `has_rate`: the command sets the rate of each run itself.
@@ -254,7 +254,7 @@ async def _measure(arguments: argparse.Namespace, url: str, words: int) -> "tupl
     run = LoadRun()
     options = {"endpoint": arguments.endpoint, "key": api_key(arguments), "temperature": arguments.temperature}
     async with Client(url, arguments.model, timeout=arguments.timeout, **options) as client:
-        await client.meet()
+        await client.discover()
         requests, run.left_out = await _requests(arguments, client, words)
         show = arguments.progress and sys.stderr.isatty()
         async with live_view(run, show):
@@ -298,15 +298,15 @@ def _interrupting(task: "asyncio.Task[LoadRun]") -> Any:
 
 async def _requests(arguments: argparse.Namespace, client: "Client", words: int) -> "tuple[Sequence[LoadRequest], int]":
     """The requests to send, and the number of requests left out because they are too long for the model."""
-    from weft.bench.http.prompts import Atoms, RepeatingRequests, counted, make_requests
+    from weft.bench.http.prompts import Atoms, RepeatingRequests, make_requests, with_token_counts
     from weft.bench.http.workload import cut
 
-    count, seed = _counter(arguments, client), arguments.seed + 1_000_003 * words
+    count, seed = _token_counter(arguments, client), arguments.seed + 1_000_003 * words
     specs, left_out = _specs(arguments), None
     atoms = await Atoms.find(count)
     if arguments.sharegpt is not None:
-        specs = await counted(specs, atoms, seed, count)
-    longest = await _context(client)
+        specs = await with_token_counts(specs, atoms, seed, count)
+    longest = await _context_length(client)
     if longest is not None:
         specs, left_out = cut(specs, longest)
         if left_out is not None:
@@ -314,7 +314,7 @@ async def _requests(arguments: argparse.Namespace, client: "Client", words: int)
     if not specs:
         raise OptionError("no requests are left to send: choose shorter lengths, or another trace")
     if arguments.trace is not None:  # some of its prompts may be shorter than the tokens that a server adds to each
-        specs = [spec._replace(prompt_tokens=max(spec.prompt_tokens, atoms.least)) for spec in specs]
+        specs = [spec._replace(prompt_tokens=max(spec.prompt_tokens, atoms.least_tokens)) for spec in specs]
     _check_window(arguments, max(spec.at for spec in specs))
     requests = await make_requests(specs, atoms, seed, count)
     sent = RepeatingRequests(requests, specs, atoms, seed) if _fills_its_time(arguments) else requests
@@ -355,7 +355,7 @@ def _specs(arguments: argparse.Namespace) -> "list[RequestSpec]":
     number = arguments.num_prompts
     is_timed = arguments.duration < math.inf and arguments.request_rate < math.inf
     if number is None and not is_timed:
-        number = PREPARED if _fills_its_time(arguments) else NUMBER
+        number = PREPARED_REQUESTS if _fills_its_time(arguments) else DEFAULT_REQUESTS
     conversations = []
     if arguments.sharegpt is not None:
         conversations = workload.of_sharegpt(arguments.sharegpt, number, random)
@@ -384,7 +384,7 @@ def _note_few(file: Path, known: int, wanted: int) -> None:
     print(f"note: {file} has {known} conversations: so many are sent, not {wanted}", file=sys.stderr)
 
 
-def _counter(arguments: argparse.Namespace, client: "Client") -> "Count":
+def _token_counter(arguments: argparse.Namespace, client: "Client") -> "Count":
     from weft.bench.http.prompts import local_count
 
     if arguments.tokenizer is None:
@@ -394,7 +394,7 @@ def _counter(arguments: argparse.Namespace, client: "Client") -> "Count":
     return local_count(arguments.tokenizer)
 
 
-async def _context(client: "Client") -> int | None:
+async def _context_length(client: "Client") -> int | None:
     """The model's context length in tokens; None if the server does not report it."""
     models = await client.get("/v1/models")
     for model in (models or {}).get("data", ()):
@@ -444,12 +444,12 @@ def _timing(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show_caveats(found: dict[str, Any], beside: str = "") -> None:
-    """Prints the caveats of a run. `beside` is a prefix that names the run."""
+def show_caveats(found: dict[str, Any], prefix: str = "") -> None:
+    """Prints the caveats of a run. `prefix` names the run."""
     from weft.bench.http.figures import caveats
 
     for caveat in caveats(found):
-        print(f"note: {beside}{caveat}")
+        print(f"note: {prefix}{caveat}")
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -480,9 +480,9 @@ def _show(found: dict[str, Any]) -> None:
             f"goodput {found['request_goodput']:.2f} requests/s with {found['goodput_output_throughput']:.1f} output "
             f"tokens/s, {found['goodput_share']:.1%} of all requests ({goals})"
         )
-    print(f"\n{'ms':<6}" + "".join(f"{kind:>10}" for kind in SHOWN))
+    print(f"\n{'ms':<6}" + "".join(f"{kind:>10}" for kind in SHOWN_STATISTICS))
     for name in found["definitions"]:
-        row = [found[f"{kind}_{name}_ms"] for kind in SHOWN]
+        row = [found[f"{kind}_{name}_ms"] for kind in SHOWN_STATISTICS]
         print(f"{name:<6}" + "".join(f"{value:>10.2f}" if value is not None else f"{'-':>10}" for value in row))
     print("\n" + "\n".join(f"{name}: {meaning}" for name, meaning in found["definitions"].items()))
     if "p50_outside_ms" in found:

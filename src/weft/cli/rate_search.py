@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from weft.cli.estimate import tell_runs
-from weft.cli.load import add_load_arguments, api_key, interrupted, measured, new_words, settled, show_caveats
+from weft.cli.load import (
+    add_load_arguments,
+    api_key,
+    interrupted,
+    measure_server,
+    new_words,
+    show_caveats,
+    with_defaults,
+)
 from weft.errors import OptionError
 
 COLUMNS = (
@@ -21,10 +29,12 @@ COLUMNS = (
     "p99_ttft_ms",
     "p99_gap_ms",
 )
-ERRORS = 3  # kinds of errors that are printed per run
+SHOWN_ERRORS = 3  # kinds of errors that are printed per run
 FIND_SECONDS = 60.0  # of each run with --find: at a high rate, 100 requests end before a queue builds up
 # Arguments that do not change what is measured.
-BESIDE = {"run", "command", "kind", "variant", "rates", "find", "hold", "out", "progress", "request_rate", "api_key"}
+NO_SETTINGS = {
+    *("run", "command", "kind", "variant", "rates", "find", "hold", "out", "progress", "request_rate", "api_key"),
+}
 
 EPILOG = """\
 examples:
@@ -69,7 +79,7 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 def run(arguments: argparse.Namespace) -> int:
     low, high = _range(arguments)
-    arguments = settled(arguments, has_rate=True)
+    arguments = with_defaults(arguments, has_rate=True)
     if arguments.find is not None and arguments.num_prompts is None and arguments.duration == math.inf:
         arguments.duration = FIND_SECONDS
     try:
@@ -81,11 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _sweep(arguments: argparse.Namespace, low: float, high: float) -> int:
     """Measures all variants. Returns the total number of completed requests."""
-    from weft.bench.http.rate_search import Lines, highest, keeps_up, middle_rates, pace
+    from weft.bench.http.rate_search import RunFile, highest_rate, keeps_up, middle_rates, pace
     from weft.bench.http.variants import Variant, parse_variants, running
 
-    variants, lines, completed = parse_variants(arguments.variant), Lines(arguments.out), 0
-    settings = {name: str(value) for name, value in sorted(vars(arguments).items()) if name not in BESIDE}
+    variants, run_file, completed = parse_variants(arguments.variant), RunFile(arguments.out), 0
+    settings = {name: str(value) for name, value in sorted(vars(arguments).items()) if name not in NO_SETTINGS}
 
     rates = [*(arguments.rates or ()), *([] if arguments.find is None else [low, high, *middle_rates(low, high)])]
     starts = len(rates) * sum(not variant.is_running for variant in variants)
@@ -96,12 +106,12 @@ def _sweep(arguments: argparse.Namespace, low: float, high: float) -> int:
             print(f"{variant.name} at {rate:g} requests/s", file=sys.stderr, flush=True)
             arguments.request_rate = rate
             with running(variant, api_key(arguments)) as url:
-                found = measured(arguments, url, new_words())
+                found = measure_server(arguments, url, new_words())
             return {**found, "pace": pace(found.pop("requests"))}
 
         nonlocal completed
         about = {"variant": variant.name, "target": variant.target, "rate": rate, "settings": settings}
-        found = lines.get(about, now)
+        found = run_file.get(about, now)
         if found["was_interrupted"]:
             raise KeyboardInterrupt
         completed += found["completed"]
@@ -118,7 +128,7 @@ def _sweep(arguments: argparse.Namespace, low: float, high: float) -> int:
         for rate in arguments.rates or ():
             measure(variant, rate)
         if arguments.find is not None:
-            best = highest(low, high, partial(holds, variant))
+            best = highest_rate(low, high, partial(holds, variant))
             told = f"{best:.3g} requests/s" if best is not None else f"less than {low:g} requests/s"
             share = f"{100 * arguments.hold:g}%"
             print(f"{variant.name}: the goals are kept by {share} of the requests up to {told}", flush=True)
@@ -152,7 +162,7 @@ def _range(arguments: argparse.Namespace) -> tuple[float, float]:
 def _print(name: str, rate: float, found: dict[str, Any]) -> None:
     shown = "".join(f"{_cell(found.get(column)):>{_width(column)}}" for column in COLUMNS)
     print(f"{name:<16}{rate:>8.3g}{shown}", flush=True)
-    for error, count in list(found["error_counts"].items())[:ERRORS]:
+    for error, count in list(found["error_counts"].items())[:SHOWN_ERRORS]:
         print(f"  {count} x {error}", flush=True)
 
 

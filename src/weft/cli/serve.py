@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from weft.cli.environment import read_environment
-from weft.cli.foreign import add_foreign, tell_foreign
+from weft.cli.foreign_options import add_foreign_options, report_foreign_options
 from weft.cli.options import add_engine_arguments, add_model_option, add_promise_arguments, choose_model, engine_options
 from weft.cli.structured import add_structured_arguments
 from weft.engine.options import EngineOptions
@@ -47,7 +47,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     _add_transport(parser.add_argument_group("transport").add_argument)
     _add_observation(server)
     _change_promise_defaults(parser)
-    add_foreign(parser)
+    add_foreign_options(parser)
     parser.set_defaults(run=run)
     read_environment(parser, os.environ)
 
@@ -193,7 +193,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("served_model_name", "api_key"):
         given[name] = tuple(given[name])
     given["allowed_origins"] = tuple(given["allowed_origins"]) or None
-    tell_foreign(arguments)
+    report_foreign_options(arguments)
     given["reasoning_parser"] = _reasoning_parser(arguments)
     choose_model(arguments)
     options = {**engine_options(arguments), "default_targets": arguments.policy == "slo"}

@@ -12,10 +12,10 @@ from weft.cli.load import (
     api_key,
     check_folders,
     interrupted,
-    measured,
+    measure_server,
     new_words,
-    settled,
     show_caveats,
+    with_defaults,
     write_html,
     write_json,
 )
@@ -70,10 +70,10 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 def run_ab(arguments: argparse.Namespace) -> int:
     from weft.bench.http.variants import parse_variants, running
-    from weft.bench.http.versus import turns
+    from weft.bench.http.versus import run_order
 
     check_folders(arguments)
-    arguments = settled(arguments)
+    arguments = with_defaults(arguments)
     variants = {variant.name: variant for variant in parse_variants(arguments.variant)}
     if len(variants) < 2:
         raise OptionError("--variant is needed twice or more: there is nothing to compare with")
@@ -82,13 +82,13 @@ def run_ab(arguments: argparse.Namespace) -> int:
     starts = arguments.repeats * sum(not variant.is_running for variant in variants.values())
     tell_runs(arguments, [arguments.request_rate] * arguments.repeats * len(variants), starts)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
-    order, was_interrupted, words = turns(list(variants), arguments.repeats), False, new_words()
+    order, was_interrupted, words = run_order(list(variants), arguments.repeats), False, new_words()
     for number, name in enumerate(order, start=1):
         print(f"run {number} of {len(order)}: {name}", file=sys.stderr, flush=True)
         try:
             with running(variants[name], api_key(arguments)) as url:
                 # Other prompts for each run: two variants may be one server, or share a prefix cache.
-                found = measured(arguments, url, words + number)
+                found = measure_server(arguments, url, words + number)
             was_interrupted = found["was_interrupted"]
         except KeyboardInterrupt:
             was_interrupted = True

@@ -33,8 +33,8 @@ VLLM_N = (1, 2, 5, 10, 20)
 VLLM_REASONS = ("stop", "length", "abort", "error")
 
 
-class RequestDone(NamedTuple):
-    """The result of one prompt, with all its `n` completions. Times are in seconds; None: it did not get that far."""
+class FinishedRequestStats(NamedTuple):
+    """The result of one HTTP request, with all its prompts and completions. Times are in seconds; None: not reached."""
 
     reason: str  # "stop", "length", "abort" or "error"
     prompt_tokens: int
@@ -67,10 +67,10 @@ class EngineStep(NamedTuple):
     free_blocks: int
     host: HostTimes = HostTimes()
     starved: bool = False
-    taken: int = 0  # streams that the engine process has accepted, rejected or aborted since it started
+    num_handled: int = 0  # sequences that the engine process has accepted, rejected or aborted since it started
 
     @classmethod
-    def of(cls, record: StepRecord, queued_tokens: int, taken: int) -> Self:
+    def of(cls, record: StepRecord, queued_tokens: int, num_handled: int) -> Self:
         return cls(
             record.started,
             record.finished,
@@ -86,7 +86,7 @@ class EngineStep(NamedTuple):
             record.free_blocks,
             record.host,
             record.starved,
-            taken,
+            num_handled,
         )
 
 
@@ -121,8 +121,8 @@ class EngineMetrics:
         )
         self.n = Histogram(VLLM_N)
 
-    def first_token(self, seconds: float, target: float | None) -> None:
-        """Records a completion's first token. Every token is recorded once, here or in `gap`, streamed or not."""
+    def record_first_token(self, seconds: float, target: float | None) -> None:
+        """Records a completion's first token. Every token is recorded here or in `record_gap`, streamed or not."""
         self.ttft.add(seconds)
         if target is not None:
             if seconds <= target:
@@ -130,7 +130,7 @@ class EngineMetrics:
             else:
                 self.ttft_broken += 1
 
-    def gap(self, seconds: float, target: float | None) -> None:
+    def record_gap(self, seconds: float, target: float | None) -> None:
         """Records a later token, `seconds` after the previous one."""
         self.gaps.add(seconds)
         if target is not None:
@@ -139,29 +139,29 @@ class EngineMetrics:
             else:
                 self.gap_broken += 1
 
-    def finished(self, done: RequestDone) -> None:
-        self.reasons[done.reason] += 1
-        self.queue.add(done.queue)
-        self.e2e.add(done.e2e)
-        if done.prefill is not None:
-            self.prefill.add(done.prefill)
-            self.inference.add(done.prefill + (done.decode or 0.0))
-        if done.decode is not None:
-            self.decode.add(done.decode)
-            later = done.output_tokens - done.n  # tokens with a gap before them, in `n` parallel streams
-            self.time_per_token.add(done.decode * done.n / later if later > 0 else 0.0)
-        if done.largest_gap is not None:
-            self.largest_gap.add(done.largest_gap)
-        self.prompt_lengths.add(done.prompt_tokens)
-        self.computed_lengths.add(done.prompt_tokens - done.cached_tokens)
-        self.output_lengths.add(done.output_tokens)
-        self.n.add(done.n)
-        if done.max_tokens is not None:
-            self.max_tokens.add(done.max_tokens)
+    def record_finished(self, stats: FinishedRequestStats) -> None:
+        self.reasons[stats.reason] += 1
+        self.queue.add(stats.queue)
+        self.e2e.add(stats.e2e)
+        if stats.prefill is not None:
+            self.prefill.add(stats.prefill)
+            self.inference.add(stats.prefill + (stats.decode or 0.0))
+        if stats.decode is not None:
+            self.decode.add(stats.decode)
+            later = stats.output_tokens - stats.n  # tokens with a gap before them, in `n` parallel sequences
+            self.time_per_token.add(stats.decode * stats.n / later if later > 0 else 0.0)
+        if stats.largest_gap is not None:
+            self.largest_gap.add(stats.largest_gap)
+        self.prompt_lengths.add(stats.prompt_tokens)
+        self.computed_lengths.add(stats.prompt_tokens - stats.cached_tokens)
+        self.output_lengths.add(stats.output_tokens)
+        self.n.add(stats.n)
+        if stats.max_tokens is not None:
+            self.max_tokens.add(stats.max_tokens)
 
-    def step(self, step: EngineStep) -> None:
+    def record_step(self, step: EngineStep) -> None:
         if not step.decode_tokens and not step.prefill_tokens:  # no step ran: reports only the load of the engine
-            self.load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
+            self.set_load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
             return
         kind = "prefill" if step.prefill_tokens else "decode"
         seconds = step.finished - step.started
@@ -169,30 +169,30 @@ class EngineMetrics:
         if step.predicted:
             self.step_ratio[kind].add(seconds / step.predicted)
         self.step_tokens.add(step.decode_tokens + step.prefill_tokens)
-        for part, taken in zip(HostTimes._fields, step.host, strict=True):
-            self.host_seconds[part].add(taken)
+        for part, part_seconds in zip(HostTimes._fields, step.host, strict=True):
+            self.host_seconds[part].add(part_seconds)
         self.starved_steps += step.starved
         self.decode_tokens += step.decode_tokens
         self.prefill_tokens += step.prefill_tokens
         self.cached_tokens += step.cached_tokens
         self.preemptions += step.preemptions
         self.lost_tokens += step.lost_tokens
-        self.load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
+        self.set_load(step.running, step.waiting, step.queued_tokens, step.free_blocks)
 
-    def load(self, running: int, waiting: int, queued_tokens: int, free_blocks: int) -> None:
+    def set_load(self, running: int, waiting: int, queued_tokens: int, free_blocks: int) -> None:
         """Sets the load of the engine. Steps report it; this is for changes between steps, such as the last abort."""
         self.running, self.waiting = running, waiting
         self.queued_tokens, self.free_blocks = queued_tokens, free_blocks
 
-    def ready(self, block_size: int, num_blocks: int) -> None:
+    def record_start(self, block_size: int, num_blocks: int) -> None:
         """Records that a process of the engine is ready, the first one or a later one."""
         self.starts += 1
         self.block_size, self.num_blocks = block_size, num_blocks
-        self.load(0, 0, 0, num_blocks)
+        self.set_load(0, 0, 0, num_blocks)
 
-    def lost(self) -> None:
+    def record_death(self) -> None:
         """Records that the engine's process has ended."""
-        self.load(0, 0, 0, self.num_blocks)
+        self.set_load(0, 0, 0, self.num_blocks)
 
     @property
     def restarts(self) -> int:

@@ -89,19 +89,19 @@ class ServerMetrics:
         """Steps in which the promised gap left prefills less than a quarter of the pace of policy `chunked`."""
         return sum(engine.starved_steps for engine in self.engines.values())
 
-    def started(self) -> None:
-        """Records an accepted request. `EngineMetrics.finished` is called when it ends, unless it is refused."""
+    def record_accepted(self) -> None:
+        """Records an accepted request. `EngineMetrics.record_finished` is called when it ends, unless it is refused."""
         self._started += 1
 
-    def refused(self, reason: str) -> None:
+    def record_refused(self, reason: str) -> None:
         """Records a refused request. REFUSALS lists the reasons."""
         self._refused[reason] += 1
 
-    def disconnected(self) -> None:
+    def record_disconnect(self) -> None:
         """Records a client that left before its answer was complete."""
         self._disconnects += 1
 
-    def responded(self, path: str, status: int) -> None:
+    def record_response(self, path: str, status: int) -> None:
         """Records a response. `path` is the route's path, not the text that the client sent."""
         key = path, str(status)
         if key not in self._responses and len(self._responses) >= MAX_ENDPOINTS:

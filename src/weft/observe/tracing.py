@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 from urllib.parse import urlsplit
 
 from weft.errors import OptionError
-from weft.observe.engine_metrics import RequestDone
+from weft.observe.engine_metrics import FinishedRequestStats
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Spans per export. Encoding them holds the GIL, for which the event loop waits: 3 ms, and 24 ms for the SDK's default
 # of 512.
-BATCH = 64
+SPANS_PER_EXPORT = 64
 
 Attributes = dict[str, str | int | float | list[str]]
 
@@ -27,12 +27,13 @@ Attributes = dict[str, str | int | float | list[str]]
 class RequestSpan(NamedTuple):
     """What a trace reports about a request. Times are in seconds."""
 
-    done: RequestDone
+    stats: FinishedRequestStats
     arrival: float  # on the tracer's clock
     operation: str  # "chat" or "text_completion"
     model: str  # name that the client sent
     response_model: str
     response_id: str
+    request_id: str = ""  # of the header x-request-id
     temperature: float | None = None
     top_p: float | None = None
     gap_target: float | None = None
@@ -66,7 +67,7 @@ class Tracer:
         except ImportError as error:
             raise OptionError(f"traces need OpenTelemetry ({error}): pip install 'weft[otel]'") from None
         provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
-        processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=address), max_export_batch_size=BATCH)
+        processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=address), max_export_batch_size=SPANS_PER_EXPORT)
         provider.add_span_processor(processor)
         return Tracer(provider, clock)
 
@@ -74,7 +75,7 @@ class Tracer:
         """Reports a request. To be called when the request has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        done, arrival = request.done, request.arrival
+        stats, arrival = request.stats, request.arrival
         # Both are read for each request, because the wall clock is adjusted now and then.
         wall, now = time.time_ns(), self._clock()
 
@@ -88,22 +89,22 @@ class Tracer:
             attributes=_attributes(request),
             start_time=epoch(arrival),
         )
-        if done.reason == "error":
+        if stats.reason == "error":
             span.set_status(Status(StatusCode.ERROR))
         inside, start = set_span_in_context(span), arrival
-        for name, seconds in (("queue", done.queue), ("prefill", done.prefill), ("decode", done.decode)):
+        for name, seconds in (("queue", stats.queue), ("prefill", stats.prefill), ("decode", stats.decode)):
             if seconds is None:
                 break
             phase = self._tracer.start_span(name, context=inside, start_time=epoch(start))
             start += seconds
             phase.end(epoch(start))
-        span.end(epoch(arrival + done.e2e))
+        span.end(epoch(arrival + stats.e2e))
 
-    def close(self, patience: float = 5.0) -> None:
-        """Sends remaining spans for at most `patience` seconds: a dead collector must not keep a server alive."""
+    def close(self, timeout: float = 5.0) -> None:
+        """Sends remaining spans for at most `timeout` seconds: a dead collector must not keep a server alive."""
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
-        last.join(patience)
+        last.join(timeout)
 
 
 def _traces_address(endpoint: str) -> str:
@@ -121,24 +122,25 @@ def _parent(request: RequestSpan) -> "Context":
 
 
 def _attributes(request: RequestSpan) -> Attributes:
-    done = request.done
+    stats = request.stats
     attributes: dict[str, str | int | float | list[str] | None] = {
         "gen_ai.operation.name": request.operation,
         "gen_ai.provider.name": "weft",
         "gen_ai.request.model": request.model,
-        "gen_ai.request.max_tokens": done.max_tokens,
+        "gen_ai.request.max_tokens": stats.max_tokens,
         "gen_ai.request.temperature": request.temperature,
         "gen_ai.request.top_p": request.top_p,
-        "gen_ai.request.choice.count": done.n if done.n != 1 else None,
+        "gen_ai.request.choice.count": stats.n if stats.n != 1 else None,
         "gen_ai.response.id": request.response_id,
         "gen_ai.response.model": request.response_model,
-        "gen_ai.response.finish_reasons": [done.reason],
-        "gen_ai.usage.input_tokens": done.prompt_tokens,
-        "gen_ai.usage.output_tokens": done.output_tokens,
-        "error.type": (request.error or "_OTHER") if done.reason == "error" else None,
-        "weft.cached_tokens": done.cached_tokens,
-        "weft.ttft": done.ttft,
-        "weft.largest_gap": done.largest_gap,
+        "gen_ai.response.finish_reasons": [stats.reason],
+        "gen_ai.usage.input_tokens": stats.prompt_tokens,
+        "gen_ai.usage.output_tokens": stats.output_tokens,
+        "error.type": (request.error or "_OTHER") if stats.reason == "error" else None,
+        "weft.request_id": request.request_id or None,
+        "weft.cached_tokens": stats.cached_tokens,
+        "weft.ttft": stats.ttft,
+        "weft.largest_gap": stats.largest_gap,
         "weft.ttft_target": request.ttft_target,
         "weft.gap_target": request.gap_target,
     }

@@ -9,7 +9,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.serve.endpoints.inference_endpoints import InferenceEndpoints
-from weft.serve.endpoints.responses_endpoints import ResponsesEndpoints
+from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
 from weft.serve.endpoints.status_endpoints import StatusEndpoints
 from weft.serve.endpoints.token_endpoints import TokenEndpoints
 from weft.serve.http.middleware import ApiKeys, ApiMiddleware
@@ -21,7 +21,7 @@ Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 def build_app(state: ServerState) -> ASGIApp:
     """The application of a server. Its lifespan starts and ends the engines."""
     most_body = state.body_reader.most
-    responses = ResponsesEndpoints(state.parser, state.log, most_body, is_on=state.options.response_store)
+    responses = ResponsesEndpoints(state.parser, state.error_log, most_body, is_on=state.options.response_store)
     table = _routes(state, responses)
     # The same paths without /v1, as in llama.cpp, for clients with such a base URL.
     short = [row for row in table if row[0].startswith("/v1/") and not row[0].startswith("/v1/messages")]
@@ -49,7 +49,7 @@ def build_app(state: ServerState) -> ASGIApp:
         router,
         ApiKeys(state.options.api_key),
         state.metrics,
-        state.log,
+        state.error_log,
         [route.path for route in routes],
         state.options.allowed_origins,
         state.options.root_path,
@@ -59,7 +59,7 @@ def build_app(state: ServerState) -> ASGIApp:
 async def _wait_for_engine(state: ServerState) -> None:
     """Waits for the first engine. No connection is accepted before, so no client waits for the model to load."""
     engines = state.engines
-    while engines.info is None and engines.fatal is None and not state.draining:
+    while engines.info is None and engines.failure is None and not state.draining:
         await engines.changed.wait()
         engines.changed.clear()
     engines.changed.set()
@@ -72,20 +72,20 @@ def _routes(state: ServerState, responses: ResponsesEndpoints) -> list[tuple[str
         ("/v1/models", "GET", status.models),
         ("/v1/models/", "GET", status.models),
         ("/v1/models/{name:path}", "GET", status.model),
-        ("/v1/completions", "POST", inference.completions),
-        ("/v1/chat/completions", "POST", inference.chat),
+        ("/v1/completions", "POST", inference.handle_completions),
+        ("/v1/chat/completions", "POST", inference.handle_chat),
         ("/v1/chat/completions/render", "POST", tokens.render_chat),
-        ("/v1/responses", "POST", inference.responses),
+        ("/v1/responses", "POST", inference.handle_responses),
         ("/v1/responses/input_tokens", "POST", tokens.input_tokens),
         ("/v1/responses/{id}", "GET", responses.retrieve),
         ("/v1/responses/{id}", "DELETE", responses.delete),
         ("/v1/responses/{id}/cancel", "POST", responses.cancel),
-        ("/v1/responses/{id}/input_items", "GET", _counted(state, responses.input_items)),
-        ("/v1/embeddings", "POST", inference.embeddings),
-        ("/v1/score", "POST", inference.score),
-        ("/v1/rerank", "POST", inference.rerank),
-        ("/v2/rerank", "POST", inference.rerank),
-        ("/v1/messages", "POST", inference.messages),
+        ("/v1/responses/{id}/input_items", "GET", _rate_limited(state, responses.input_items)),
+        ("/v1/embeddings", "POST", inference.handle_embeddings),
+        ("/v1/score", "POST", inference.handle_score),
+        ("/v1/rerank", "POST", inference.handle_rerank),
+        ("/v2/rerank", "POST", inference.handle_rerank),
+        ("/v1/messages", "POST", inference.handle_messages),
         ("/v1/messages/count_tokens", "POST", tokens.count_tokens),
         ("/tokenize", "POST", tokens.tokenize),
         ("/detokenize", "POST", tokens.detokenize),
@@ -102,14 +102,14 @@ def _routes(state: ServerState, responses: ResponsesEndpoints) -> list[tuple[str
     ]
 
 
-def _counted(state: ServerState, handler: Handler) -> Handler:
+def _rate_limited(state: ServerState, handler: Handler) -> Handler:
     """The same endpoint, counted towards the limits of the API key."""
 
-    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
-        with state.counted(scope["tenant"]):
+    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+        with state.rate_limited(scope["tenant"]):
             await handler(scope, receive, send)
 
-    return counted
+    return limited
 
 
 class _Endpoint:

@@ -26,7 +26,7 @@ _TYPES = {
 # Error messages of weft start with the field: "temperature=7 is out of range: ...", "max_tokens: ...".
 _FIELD = re.compile(r"([a-z_]+)(?:\.[a-z_]+)?(?:\[[^\]]*\])?(?:=|:| (?:must|is|are|has|names|needs|cannot|asks)\b)")
 # Starts of error messages that name no field, and the field to report for them.
-_BLAMED = (
+_FIELD_OF_START = (
     ("a message", "messages"),
     ("messages, ", "messages"),
     ("the model's chat template", "messages"),
@@ -89,16 +89,16 @@ def as_anthropic(body: dict[str, Any], request_id: str | None = None) -> dict[st
     return found if request_id is None else {**found, "request_id": request_id}
 
 
-def of_request(error: RequestError) -> ApiError:
+def from_request_error(error: RequestError) -> ApiError:
     """The response for a RequestError: 503 if the queue is full, else 400."""
     if isinstance(error, QueueFullError):
         return ApiError(503, str(error), code="queue_full", retry_after=1)
     found = _FIELD.match(str(error))
-    blamed = [field for start, field in _BLAMED if str(error).startswith(start)]
+    blamed = [field for start, field in _FIELD_OF_START if str(error).startswith(start)]
     return ApiError(400, str(error), param=blamed[0] if blamed else found[1] if found else None)
 
 
-def of_json(error: msgspec.MsgspecError | UnicodeDecodeError | RecursionError) -> ApiError:
+def from_json_error(error: msgspec.MsgspecError | UnicodeDecodeError | RecursionError) -> ApiError:
     """The 400 response for a body that is not valid JSON, or does not match its schema."""
     if isinstance(error, RecursionError):
         return ApiError(400, f"the body is nested too deep: {MOST_DEPTH} levels are allowed")

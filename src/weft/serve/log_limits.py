@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
-MOST_NAME = 64  # characters of a field name that are kept
+MOST_NAME_CHARACTERS = 64  # characters of a field name that are kept
 MOST_NAMES = 100  # unknown field names to remember; clients could send any number
-MOST = 5  # entries within PERIOD; one may be a traceback of about forty lines
-PERIOD = 10.0  # seconds
+MOST_ENTRIES = 5  # entries within PERIOD_S; one may be a traceback of about forty lines
+PERIOD_S = 10.0  # seconds
 
 
 def _print(text: str) -> None:
@@ -18,7 +18,7 @@ def _print(text: str) -> None:
 
 
 class LogRateLimit(logging.Filter):
-    """Passes MOST entries in each period, and then logs how many were dropped. Thread-safe."""
+    """Passes MOST_ENTRIES entries in each period, and then logs how many were dropped. Thread-safe."""
 
     def __init__(self, say: Callable[[str], None] = _print) -> None:
         super().__init__()
@@ -29,31 +29,31 @@ class LogRateLimit(logging.Filter):
         self._timer: threading.Timer | None = None  # runs while entries are being dropped
 
     def write(self, text: str) -> None:
-        if self._is_let_through():
+        if self._passes():
             self._say(text)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """For log records of libraries, which write them themselves."""
-        return self._is_let_through()
+        return self._passes()
 
-    def _is_let_through(self) -> bool:
+    def _passes(self) -> bool:
         with self._lock:
             now = time.monotonic()
-            if self._timer is None and now >= self._began + PERIOD:  # the last period dropped nothing
+            if self._timer is None and now >= self._began + PERIOD_S:  # the last period dropped nothing
                 self._began, self._entries = now, 0
             self._entries += 1
-            if self._entries > MOST and self._timer is None:
-                self._timer = threading.Timer(self._began + PERIOD - now, self._tell)
+            if self._entries > MOST_ENTRIES and self._timer is None:
+                self._timer = threading.Timer(self._began + PERIOD_S - now, self._report_dropped)
                 self._timer.daemon = True
                 self._timer.start()
-            return self._entries <= MOST
+            return self._entries <= MOST_ENTRIES
 
-    def _tell(self) -> None:
+    def _report_dropped(self) -> None:
         """Logs the number of dropped entries at the end of the period."""
         with self._lock:
-            left_out = self._entries - MOST
+            left_out = self._entries - MOST_ENTRIES
             self._began, self._entries, self._timer = -math.inf, 0, None
-        self._say(f"weft: {left_out} more errors were left out of the log within {PERIOD:g} s")
+        self._say(f"weft: {left_out} more errors were left out of the log within {PERIOD_S:g} s")
 
 
 class UnknownFieldLog:
@@ -64,7 +64,7 @@ class UnknownFieldLog:
         self._names: set[str] = set()
 
     def note(self, names: list[str]) -> None:
-        for name in (name[:MOST_NAME] for name in names):
+        for name in (name[:MOST_NAME_CHARACTERS] for name in names):
             if name not in self._names and len(self._names) < MOST_NAMES:
                 self._names.add(name)
                 self._say(f"weft: requests have the field {name!r}, which is not known here and is ignored")

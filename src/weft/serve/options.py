@@ -34,7 +34,7 @@ class ServeOptions:
     max_body_mb: float = 8.0  # megabytes; larger bodies are refused
     requests_per_minute: int | None = None  # per API key; None: no limit
     max_concurrent_requests: int | None = None  # per API key; None: no limit
-    shutdown_timeout: float = 30.0  # seconds that running streams have to finish
+    shutdown_timeout: float = 30.0  # seconds that running requests have to finish
     tool_call_parser: str | None = None  # None: detected from the chat template
     reasoning_parser: str | None = None  # None: detected from the chat template
     otlp_traces_endpoint: str | None = None  # where spans are sent; None: no tracing
@@ -84,10 +84,10 @@ def _check_certificate(certificate: str, key: str | None) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except (OSError, ValueError) as error:
-        told = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         files = f"ssl_certfile={certificate!r}" + ("" if key is None else f" and ssl_keyfile={key!r}")
         raise OptionError(
-            f"{files} cannot be used ({told}): a certificate and its key are needed, PEM, without a password"
+            f"{files} cannot be used ({reason}): a certificate and its key are needed, PEM, without a password"
         ) from None
 
 

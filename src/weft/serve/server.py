@@ -28,8 +28,9 @@ from weft.serve.app import build_app
 from weft.serve.endpoints.response_generator import SHUT_DOWN
 from weft.serve.engines.engine_pool import EnginePool
 from weft.serve.engines.messages import EngineInfo, EngineProcessConfig, clock
+from weft.serve.http.body_reader import BodyReader
 from weft.serve.http.http_connection import HttpConnection
-from weft.serve.http.middleware import BodyReader, RateLimits
+from weft.serve.http.rate_limits import RateLimits
 from weft.serve.options import ServeOptions
 from weft.serve.requests.request_parser import RequestParser
 from weft.serve.requests.structure_checker import StructureChecker
@@ -40,12 +41,11 @@ from weft.text.reasoning import REASONING_PARSERS, detect_reasoning
 from weft.text.tools import TOOL_PARSERS, detect_tool_format
 
 DEFAULT_NAME = "weft-default"  # name of the model that ships with weft
-SWITCH = (
-    0.0005  # seconds that a thread may hold the GIL while the event loop waits for it; the default of Python is 0.005
-)
-KEEP_ALIVE = 75  # seconds that an idle connection stays open: longer than most proxies keep theirs
+# Seconds that a thread may hold the GIL while the event loop waits for it. Python's default is 0.005.
+GIL_SWITCH_S = 0.0005
+KEEP_ALIVE_S = 75  # seconds that an idle connection stays open: longer than most proxies keep theirs
 MOST_FILES = 65536  # open file descriptors to ask the system for
-LAST_WORDS = 0.2  # seconds to send the final error frames
+FINAL_FRAMES_S = 0.2  # seconds to send the final error frames
 BACKLOG = 4096  # connections that may wait for accept()
 
 
@@ -54,9 +54,9 @@ def serve(options: ServeOptions, engine_options: EngineOptions, engines: int = 1
     listener = _listen(options.host, options.port)
     try:
         state = _build(options, engine_options, engines)
-        sys.setswitchinterval(SWITCH)
+        sys.setswitchinterval(GIL_SWITCH_S)
         _allow_many_connections()
-        _say(f"loading {state.names[0]}")
+        _say(f"loading {state.model_names[0]}")
         code = _run(state, listener)
     finally:
         listener.close()
@@ -70,9 +70,9 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
     """The server, with the model files that the API process needs. Engine processes read the rest."""
     path = resolve_model_path(engine_options.model)
     chats = options.chat_template, options.chat_template_content_format
-    with closing(TemplateCheck(path, *chats)) as trial:
+    with closing(TemplateCheck(path, *chats)) as check:
         texts = TextProcessor(path, *chats)
-        _check_template(trial.finding())
+        _check_template(check.result())
     names = options.served_model_name or (engine_options.model or DEFAULT_NAME,)
     template = texts.template.source
     parser = RequestParser(
@@ -88,7 +88,7 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
         fingerprint=_fingerprint(path, engine_options),
         max_logprobs=options.max_logprobs,
         tokens_as_ids=options.return_tokens_as_token_ids,
-        includes_usage=options.enable_force_include_usage,
+        usage_in_last_chunk=options.enable_force_include_usage,
     )
     metrics = ServerMetrics(
         names[0],
@@ -102,12 +102,12 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
     return ServerState(
         options=options,
         engine_options=engine_options,
-        names=names,
+        model_names=names,
         parser=parser,
         engines=EnginePool(config, metrics, _say),
         metrics=metrics,
         tracer=Tracer.make(options.otlp_traces_endpoint),
-        limits=RateLimits(options.requests_per_minute, options.max_concurrent_requests),
+        rate_limits=RateLimits(options.requests_per_minute, options.max_concurrent_requests),
         body_reader=BodyReader(int(options.max_body_mb * 1e6)),
         created=int(time.time()),
     )
@@ -179,7 +179,7 @@ def _run(state: ServerState, listener: socket.socket) -> int:
         lifespan="on",
         access_log=False,
         log_level="warning",
-        timeout_keep_alive=KEEP_ALIVE,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,  # our own graceful shutdown (`_drain`) is over by then
         server_header=False,
         proxy_headers=False,
@@ -188,14 +188,14 @@ def _run(state: ServerState, listener: socket.socket) -> int:
         ssl_keyfile=state.options.ssl_keyfile,
     )
     for name in ("uvicorn.error", "asyncio"):  # they log one entry per failure: limit the rate
-        logging.getLogger(name).addFilter(state.log)
+        logging.getLogger(name).addFilter(state.error_log)
     process = _UvicornServer(config, state, listener)
     process.run(sockets=[listener])
     return process.exit_code
 
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn, but signals let running streams finish, and the server exits if the engine cannot be started."""
+    """uvicorn, but signals let running requests finish, and the server exits if the engine cannot be started."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, listener: socket.socket) -> None:
         super().__init__(config)
@@ -219,12 +219,12 @@ class _UvicornServer(uvicorn.Server):
             _say("ending at once")
             self.state.engines.fail_requests(SHUT_DOWN)
             # Does not wait for busy threads. The engine process ends when this process does.
-            asyncio.get_running_loop().call_later(LAST_WORDS, os._exit, 128 + number)
+            asyncio.get_running_loop().call_later(FINAL_FRAMES_S, os._exit, 128 + number)
             return
         self._ending = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Waits up to shutdown_timeout for running streams, then exits. Probes and refusals are still answered."""
+        """Waits up to shutdown_timeout for running requests, then exits. Probes and refusals are still answered."""
         state, timeout = self.state, self.state.options.shutdown_timeout
         state.drain()
         if state.active:
@@ -233,24 +233,24 @@ class _UvicornServer(uvicorn.Server):
             await asyncio.wait_for(state.drained.wait(), timeout)
         if state.active:
             state.engines.fail_requests(SHUT_DOWN)
-            await asyncio.sleep(LAST_WORDS)
+            await asyncio.sleep(FINAL_FRAMES_S)
         self.should_exit = True
 
     async def _watch_engine(self) -> None:
-        """Announces the first time that an engine is ready. Ends the server if all engines are given up."""
+        """Announces the first time that an engine is ready. Ends the server if all engines have failed."""
         started, engines = clock(), self.state.engines
-        said = False
-        while engines.fatal is None:
+        is_announced = False
+        while engines.failure is None:
             await engines.changed.wait()
             engines.changed.clear()
-            if engines.info is not None and not said:
-                said = True
+            if engines.info is not None and not is_announced:
+                is_announced = True
                 self.state.garbage_collection.freeze()
                 seconds = clock() - started
                 while not self.started:  # uvicorn listens only from then on
                     await asyncio.sleep(0.002)
                 self._announce(seconds)
-        _say(engines.fatal)
+        _say(engines.failure)
         self.exit_code = 1
         self.state.drain()
         self.should_exit = True
@@ -259,7 +259,7 @@ class _UvicornServer(uvicorn.Server):
         host, port = self.listener.getsockname()[:2]
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         scheme = "http" if self.state.options.ssl_certfile is None else "https"
-        url, name = f"{scheme}://{shown}:{port}", self.state.names[0]
+        url, name = f"{scheme}://{shown}:{port}", self.state.model_names[0]
         info = self.state.engines.info
         key = " -H 'Authorization: Bearer KEY'" if self.state.options.api_key else ""
         print(f"\nweft serves {name} on {url} (ready after {seconds:.1f} s)")
@@ -278,18 +278,18 @@ class _UvicornServer(uvicorn.Server):
 def _targets(info: EngineInfo) -> list[str]:
     """Lines for the start-up message: targets that are promised, targets that are not, and the calibration quality."""
     targets = info.targets
-    said: dict[bool, list[str]] = {True: [], False: []}  # key: whether the target is promised
+    texts: dict[bool, list[str]] = {True: [], False: []}  # of the targets, by whether they are promised
     if targets.gap < math.inf:
-        said[targets.gap_source > Source.DEFAULT].append(f"{targets.gap * 1000:,.4g} ms between tokens")
+        texts[targets.gap_source > Source.DEFAULT].append(f"{targets.gap * 1000:,.4g} ms between tokens")
     if targets.ttft < math.inf:
         more = f" + {targets.ttft_per_1k * 1000:.3g} ms per 1,000 prompt tokens" if targets.ttft_per_1k else ""
-        said[targets.ttft_source > Source.DEFAULT].append(f"{targets.ttft * 1000:,.6g} ms{more} to the first")
+        texts[targets.ttft_source > Source.DEFAULT].append(f"{targets.ttft * 1000:,.6g} ms{more} to the first")
     lines = []
-    if said[True]:
+    if texts[True]:
         refusal = "; what could not be in time is refused (503)" if targets.ttft_source > Source.DEFAULT else ""
-        lines.append(f"promised: {', '.join(said[True])}{refusal}")
-    if said[False]:
-        lines.append(f"aims at:  {', '.join(said[False])}; nothing is promised or refused (--ttft-target-ms promises)")
+        lines.append(f"promised: {', '.join(texts[True])}{refusal}")
+    if texts[False]:
+        lines.append(f"aims at:  {', '.join(texts[False])}; nothing is promised or refused (--ttft-target-ms promises)")
     if info.calibration_quality:
         lines.append(f"measured: {info.calibration_quality}")
     return lines

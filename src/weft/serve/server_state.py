@@ -17,12 +17,13 @@ from weft.observe.tracing import Tracer
 from weft.serve.engines.engine_client import EngineHealth
 from weft.serve.engines.engine_pool import EnginePool
 from weft.serve.engines.messages import EngineInfo
-from weft.serve.errors import ApiError, of_json
-from weft.serve.http.json_body import QUICK, parse_all
-from weft.serve.http.middleware import BodyReader, RateLimits
+from weft.serve.errors import ApiError, from_json_error
+from weft.serve.http.body_reader import BodyReader
+from weft.serve.http.json_body import INLINE_BODY, parse_all
+from weft.serve.http.rate_limits import RateLimits
 from weft.serve.log_limits import LogRateLimit
 from weft.serve.options import ServeOptions
-from weft.serve.protocols.unsupported_fields import NAMES
+from weft.serve.protocols.unsupported_fields import KNOWN_FIELDS
 from weft.serve.requests.request_parser import RequestParser
 
 B = TypeVar("B")
@@ -35,18 +36,18 @@ class ServerState:
 
     options: ServeOptions
     engine_options: EngineOptions
-    names: tuple[str, ...]  # of the model; answers carry the first one
+    model_names: tuple[str, ...]  # answers carry the first one
     parser: RequestParser
     engines: EnginePool
     metrics: ServerMetrics
     tracer: Tracer | None
-    limits: RateLimits
+    rate_limits: RateLimits
     body_reader: BodyReader
     created: int  # seconds since the epoch
     draining: bool = False
     active: int = 0  # running inference requests
     garbage_collection: GarbageCollection = field(default_factory=GarbageCollection)
-    log: LogRateLimit = field(default_factory=LogRateLimit)
+    error_log: LogRateLimit = field(default_factory=LogRateLimit)
     cache_resets: Counter[str] = field(default_factory=Counter)  # number of prefix cache resets, by tenant
     drained: asyncio.Event = field(default_factory=asyncio.Event)  # set when draining and no request is active
 
@@ -64,18 +65,18 @@ class ServerState:
             )
 
     @contextmanager
-    def counted(self, tenant: str) -> Iterator[None]:
+    def rate_limited(self, tenant: str) -> Iterator[None]:
         """Counts a request towards the limits of its API key while it runs."""
-        self.limits.enter(tenant)
+        self.rate_limits.enter(tenant)
         try:
             yield
         finally:
-            self.limits.leave(tenant)
+            self.rate_limits.leave(tenant)
 
     @contextmanager
-    def admitted(self, tenant: str) -> Iterator[None]:
+    def active_request(self, tenant: str) -> Iterator[None]:
         """Counts an inference request while it runs: for the limits of its API key, and for shutdown."""
-        with self.counted(tenant):
+        with self.rate_limited(tenant):
             self.active += 1
             try:
                 yield
@@ -97,8 +98,8 @@ class ServerState:
         return info
 
     def check_model(self, name: str | None) -> None:
-        if name and name not in self.names:
-            known = ", ".join(self.names)
+        if name and name not in self.model_names:
+            known = ", ".join(self.model_names)
             raise ApiError(
                 404,
                 f"the model {name!r:.100} does not exist here; known: {known}",
@@ -127,8 +128,8 @@ class ServerState:
     async def parse_body(self, data: bytes, body_type: type[B]) -> tuple[B, dict[str, bytes]]:
         """The body, and the fields that `body_type` does not define, as JSON by name."""
         try:
-            if len(data) <= QUICK:
-                return parse_all(data, body_type, NAMES)
-            return await self.parser.texts.run_in_thread(len(data), lambda: parse_all(data, body_type, NAMES))
+            if len(data) <= INLINE_BODY:
+                return parse_all(data, body_type, KNOWN_FIELDS)
+            return await self.parser.texts.run_offloaded(len(data), lambda: parse_all(data, body_type, KNOWN_FIELDS))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise of_json(error) from None
+            raise from_json_error(error) from None

@@ -1,9 +1,9 @@
-"""Chat templates: turn messages into a prompt.
+"""ChatTemplate: turns messages into a prompt, with the chat template of a model.
 
 The template comes with the model, so it runs in a sandbox and sees plain JSON data only. The time of one rendering and
 the length of its text are bounded. A single expression is not bounded. An expression with a huge value (a text times a
-billion) is only caught by the trial at server startup, which runs in a process that can be killed. The rendered prompt
-already contains its special tokens: encode it with `add_special_tokens=False`.
+billion) is only caught by the check at server startup (`TemplateCheck`), which runs in a process that can be killed.
+The rendered prompt already contains its special tokens: encode it with `add_special_tokens=False`.
 """
 
 import json
@@ -30,7 +30,7 @@ from weft.files import read_json
 from weft.text.tokenizer import one_line, read_special_tokens
 
 Message = dict[str, Any]
-MOST_SECONDS = 5.0  # seconds of CPU time for one rendering; a chat of 30,000 messages takes 0.14 s on one core
+MOST_CPU_S = 5.0  # CPU time for one rendering; a chat of 30,000 messages takes 0.14 s on one core
 MOST_TEXT = 1 << 26  # characters of one prompt: many times more than any model can read
 
 
@@ -127,7 +127,7 @@ class ChatTemplate:
         """The message in the form that templates expect, which is not always the form of the OpenAI API."""
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError(f"a message must be an object with a role, got {message!r:.80}")
-        _renew(message)
+        _modernize_calls(message)
         content = message.get("content")
         if isinstance(content, list):
             parts = [_text_part(part) for part in content]
@@ -214,7 +214,7 @@ def _text_part(part: Any) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _renew(message: Message) -> None:
+def _modernize_calls(message: Message) -> None:
     """Rewrites OpenAI's older form of a call and of its result as tool calls, which templates know."""
     call = message.pop("function_call", None)
     if isinstance(call, dict) and not message.get("tool_calls"):
@@ -288,11 +288,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._own = threading.local()  # `ticks` and `end` of this thread's rendering
+        self._rendering = threading.local()  # `ticks` and `end` of this thread's rendering
 
     def bounded(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         """Renders a template. Raises _TooMuch if this takes too long, or if the text is too long."""
-        self._own.ticks, self._own.end = 0, time.thread_time() + MOST_SECONDS
+        self._rendering.ticks, self._rendering.end = 0, time.thread_time() + MOST_CPU_S
         text, length = StringIO(), 0
         for piece in template.generate(variables):
             length += len(piece)
@@ -303,9 +303,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def tick(self) -> None:
         """Called by the template. The clock is slow to read, so it is read only at every 256th tick."""
-        self._own.ticks += 1
-        if self._own.ticks % 256 == 0 and time.thread_time() > self._own.end:
-            raise _TooMuch(f"more than {MOST_SECONDS:g} s of processor time")
+        self._rendering.ticks += 1
+        if self._rendering.ticks % 256 == 0 and time.thread_time() > self._rendering.end:
+            raise _TooMuch(f"more than {MOST_CPU_S:g} s of processor time")
 
 
 def _environment() -> _Environment:

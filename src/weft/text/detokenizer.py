@@ -1,4 +1,4 @@
-"""Streaming detokenization. Holds back the few bytes of a token stream that are not yet a whole character.
+"""StreamDetokenizer: token ids to text while they are generated. Holds back bytes that are not yet a whole character.
 
 Tokens are turned into bytes (a table look-up, see `Tokenizer.token_bytes`), and the bytes into text by Python's
 incremental UTF-8 decoder. So a token costs the same however long the output is, at most three bytes are held back, and
@@ -18,11 +18,11 @@ class StreamDetokenizer:
 
     All pushes and the flush together equal `tokenizer.decode(all ids)`, however the ids were split. One exception: in a
     run of byte-fallback tokens (<0xE2> ...) that is not valid UTF-8, `decode` writes U+FFFD for every byte of the run.
-    A stream has already emitted the valid characters of the run, and writes U+FFFD only for the other bytes.
+    This class has already emitted the valid characters of the run, and writes U+FFFD only for the other bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()):
-        """`context` is the prompt that the stream continues. A reply to text keeps its leading space."""
+        """`context` is the prompt before the tokens. After a prompt with text, a leading space of the reply is kept."""
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._first = True
@@ -52,7 +52,7 @@ class StreamDetokenizer:
         return self.push((token_id,))
 
     def flush(self) -> str:
-        """Ends the stream: returns the rest of an unfinished character as U+FFFD."""
+        """Ends the text: returns the rest of an unfinished character as U+FFFD."""
         return self._utf8.decode(b"", True)
 
 

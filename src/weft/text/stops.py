@@ -1,18 +1,18 @@
-"""Stop strings in a text stream. Holds back the end of the text while it may be the beginning of a stop string."""
+"""StopStrings: ends a text at a stop string. Holds back the end of the text while it may be the start of one."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 
 from weft.errors import RequestError
 
-REMEMBERED = 256  # stop strings with cached tables: all completions of a request have the same ones
+CACHED_TABLES = 256  # stop strings with cached tables: all completions of a request have the same stop strings
 
 
 class StopStrings:
-    """Passes text through up to the first stop string. No part of the stop string that matches is emitted before.
+    """Passes text through up to the first stop string, and emits no part of it.
 
     The match that ends first wins. If several end at the same character, the longest wins. So the result depends on the
-    text alone, not on how it was cut into tokens. A stream ends with the very character that completes a stop string.
+    text alone, not on how it was cut into tokens. The text ends with the very character that completes a stop string.
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False):
@@ -22,8 +22,10 @@ class StopStrings:
         self.stopped: str | None = None  # the stop string that matched
         self._include = include_in_output
         self._stops = stops
-        self._matchers: list[_Matcher] | None = None  # made with the first text: there may be 2,000 completions
-        self._held = ""
+        self._matchers: list[_Matcher] | None = (
+            None  # created with the first text, because a request may have 2,000 completions
+        )
+        self._held_back = ""
 
     def push(self, text: str, active: bool = True) -> str:
         """Takes new text and returns what is safe to emit. Always returns "" after a stop string has matched.
@@ -37,20 +39,20 @@ class StopStrings:
             return text
         if self._matchers is None:
             self._matchers = [_Matcher(stop) for stop in sorted(set(self._stops), key=len, reverse=True)]
-        seen = self._held + text
-        for end, char in enumerate(text, start=len(self._held) + 1):
+        seen = self._held_back + text
+        for end, char in enumerate(text, start=len(self._held_back) + 1):
             complete = [matcher.stop for matcher in self._matchers if matcher.step(char)]
             if complete and active:
-                self.stopped, self._held = complete[0], ""
+                self.stopped, self._held_back = complete[0], ""
                 return seen[:end] if self._include else seen[: end - len(self.stopped)]
         safe = len(seen) - max(matcher.length for matcher in self._matchers)
-        self._held = seen[safe:]
+        self._held_back = seen[safe:]
         return seen[:safe]
 
     def flush(self) -> str:
-        """Ends the stream: returns held text that has not become a stop string."""
-        held, self._held = self._held, ""
-        return held
+        """Ends the text: returns what was held back and has not become a stop string."""
+        text, self._held_back = self._held_back, ""
+        return text
 
 
 class _Matcher:
@@ -72,7 +74,7 @@ class _Matcher:
         return True
 
 
-@lru_cache(REMEMBERED)
+@lru_cache(CACHED_TABLES)
 def _table(stop: str) -> Sequence[int]:
     """For each length of a prefix of `stop` that the text ends with: the length of the next shorter such prefix."""
     shorter = [0, 0]

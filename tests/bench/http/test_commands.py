@@ -13,7 +13,7 @@ import pytest
 from tests.bench.http.scripted import Script, ScriptedServer, beside
 from tests.bench.http.test_versus import weft
 from weft.bench.http.prompts import HEAD_WORDS, Atoms, RepeatingRequests, make_requests
-from weft.bench.http.rate_search import Lines, keeps_up, pace
+from weft.bench.http.rate_search import RunFile, keeps_up, pace
 from weft.bench.http.variants import parse_variants
 from weft.bench.http.workload import RequestSpec, arrival_times, of_trace
 from weft.errors import OptionError
@@ -62,7 +62,7 @@ def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, content: bytes)
     file = tmp_path / "precious"
     file.write_bytes(content)
     with pytest.raises(OptionError, match="is not a run of weft bench sweep"):
-        Lines(file)
+        RunFile(file)
     assert file.read_bytes() == content
 
 
@@ -70,7 +70,7 @@ def test_half_a_line_of_ours_is_cut_off_when_there_is_another_to_write(tmp_path:
     file = tmp_path / "sweep.jsonl"
     text = line(rate=1.0) + "\n" + line()[:20]
     file.write_text(text)
-    lines = Lines(file)
+    lines = RunFile(file)
     assert file.read_text() == text
     for rate in (2.0, 3.0):
         lines.get({"rate": rate}, lambda: {"completed": 1})
@@ -80,14 +80,14 @@ def test_half_a_line_of_ours_is_cut_off_when_there_is_another_to_write(tmp_path:
 def test_a_whole_line_without_its_end_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "sweep.jsonl"
     file.write_text(line(rate=1.0))
-    Lines(file).get({"rate": 2.0}, lambda: {"completed": 1})
+    RunFile(file).get({"rate": 2.0}, lambda: {"completed": 1})
     assert [json.loads(one)["rate"] for one in file.read_text().splitlines()] == [1, 2]
 
 
 def test_what_did_not_work_at_all_is_measured_again(tmp_path: Path) -> None:
     file = tmp_path / "sweep.jsonl"
     for completed, expected in ((0, 0), (3, 3), (5, 3)):
-        found = Lines(file).get({"rate": 1.0}, lambda completed=completed: {"completed": completed})
+        found = RunFile(file).get({"rate": 1.0}, lambda completed=completed: {"completed": completed})
         assert found["completed"] == expected
     assert len(file.read_text().splitlines()) == 2
 

@@ -112,7 +112,7 @@ def test_a_body_that_cannot_be_read_is_no_document_no_model_and_no_count(body: b
         async with saying(status, body) as url, Client(url, "x") as client:
             assert await client.get("/stats") is None
             with pytest.raises(EngineError, match="/v1/models"):
-                await client.meet()
+                await client.discover()
             with pytest.raises(EngineError, match=r"counting tokens|tells no usage"):
                 await client.count(["a"])
 

@@ -29,7 +29,7 @@ async def measured(
     server: ScriptedServer, sent: list[LoadRequest], endpoint: str = "completions", **how: Any
 ) -> LoadRun:
     async with Client(server.url, None, endpoint=endpoint, timeout=20, clock=virtual.clock) as client:
-        await client.meet()
+        await client.discover()
         server.bodies.clear()
         return await drive(client, sent, **how)
 
@@ -75,7 +75,7 @@ def test_a_server_that_stalls_shows_in_all_who_come_meanwhile() -> None:
     async def run() -> LoadRun:
         script = scripted(lambda body, number: Script([0.0]))
         async with script as server, Client(server.url, None, clock=virtual.clock) as client:
-            await client.meet()
+            await client.discover()
             asyncio.get_running_loop().call_later(0.105, _stall, server, 0.295)
             return await drive(client, requests(50, 0.01))
 
@@ -266,7 +266,7 @@ def test_only_what_a_server_refuses_is_given_up(refused: set[str], asked: set[st
     async def run() -> tuple[bool, dict[str, Any]]:
         async with scripted(lambda body, number: Script()) as server, Client(server.url, None) as client:
             server.refused_fields = refused
-            await client.meet()
+            await client.discover()
             return client.asks_to_ignore_eos, server.bodies[-1]
 
     told, body = virtual.run(run())
@@ -293,7 +293,7 @@ def test_the_rate_that_was_achieved_is_the_one_of_sending() -> None:
 def test_what_is_wrong_with_a_server_is_said_at_once() -> None:
     async def run(url: str, model: str | None) -> None:
         async with Client(url, model) as client:
-            await client.meet()
+            await client.discover()
 
     async def unknown() -> None:
         async with scripted(lambda body, number: Script()) as server:
@@ -310,7 +310,7 @@ def test_an_interrupted_run_keeps_what_is_known() -> None:
         known = LoadRun()
         script = scripted(lambda body, number: Script([0.0 if number < 4 else 30.0]))
         async with script as server, Client(server.url, None, clock=virtual.clock) as client:
-            await client.meet()
+            await client.discover()
             task = asyncio.create_task(drive(client, requests(5), run=known))
             await asyncio.sleep(0.3)
             task.cancel()

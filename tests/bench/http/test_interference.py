@@ -12,7 +12,7 @@ import pytest
 from tests.bench.http import virtual
 from tests.bench.http.scripted import Script, ScriptedServer, beside, scripted
 from weft.bench.http.client import Client
-from weft.bench.http.interference import Seen, interfere
+from weft.bench.http.interference import ObservedInterference, interfere
 from weft.bench.http.load_request import LoadRequest
 from weft.cli import main
 from weft.errors import EngineError
@@ -21,13 +21,13 @@ STREAMS = [LoadRequest(0.0, "stream", 5, 1000)] * 3
 PROMPTS = [LoadRequest(0.0, "long", 5, 1), LoadRequest(1.0, "long", 5, 1)]
 
 
-def measured(length: int = 1000, starts: Sequence[list[float]] = ([], [], [])) -> Seen:
+def measured(length: int = 1000, starts: Sequence[list[float]] = ([], [], [])) -> ObservedInterference:
     """Streams with a token every 20 ms; a long prompt takes 300 ms, in which nobody gets anything.
 
     `starts` are the delays of each stream's first tokens, where these come otherwise.
     """
 
-    async def run() -> Seen:
+    async def run() -> ObservedInterference:
         server: ScriptedServer
 
         def script(body: dict[str, Any], number: int) -> Script:
@@ -74,10 +74,10 @@ ROW = {
 }
 
 
-def seen(gap: float) -> Seen:
+def seen(gap: float) -> ObservedInterference:
     """Quiet gaps of 10 ms without noise, and `gap` seconds while the long prompts are read."""
     quiet = np.full(100, 0.01)
-    return Seen(quiet, np.full(50, gap), quiet, np.linspace(0, 1, 50), 1.0, [0.5, 1.0])
+    return ObservedInterference(quiet, np.full(50, gap), quiet, np.linspace(0, 1, 50), 1.0, [0.5, 1.0])
 
 
 @pytest.fixture
@@ -92,7 +92,9 @@ def interfering(monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> list[st
     """Puts outcomes in the place of runs, which take seconds; the long prompts that were to be sent."""
     sent: list[str] = []
 
-    async def interfere(client: Client, streams: Sequence[LoadRequest], prompts: Sequence[LoadRequest]) -> Seen:
+    async def interfere(
+        client: Client, streams: Sequence[LoadRequest], prompts: Sequence[LoadRequest]
+    ) -> ObservedInterference:
         sent.extend(request.prompt for request in prompts)
         outcome = outcomes[len(sent) // len(prompts) - 1]
         if isinstance(outcome, BaseException):
@@ -129,7 +131,9 @@ def test_a_server_is_shown_the_key(
 ) -> None:
     shown: list[str | None] = []
 
-    async def interfere(client: Client, streams: Sequence[LoadRequest], prompts: Sequence[LoadRequest]) -> Seen:
+    async def interfere(
+        client: Client, streams: Sequence[LoadRequest], prompts: Sequence[LoadRequest]
+    ) -> ObservedInterference:
         shown.append(client._headers.get("authorization"))
         return seen(0.02)
 

@@ -19,7 +19,7 @@ def test_processes_share_a_run_and_count_from_one_start() -> None:
     async def measure(url: str) -> tuple[LoadRun, LoadRun]:
         runs = LoadRun(), LoadRun()
         async with Client(url, None, always={"extra": 7}) as client:
-            await client.meet()
+            await client.discover()
             async with ClientProcesses(client, 3) as clients:
                 for run in runs:  # the processes serve one run after the other
                     await clients.drive(requests, run)
@@ -42,7 +42,7 @@ def test_processes_share_a_run_and_count_from_one_start() -> None:
 def test_a_process_that_dies_is_told() -> None:
     async def measure(url: str) -> None:
         async with Client(url, None) as client:
-            await client.meet()
+            await client.discover()
             async with ClientProcesses(client, 2) as clients:
                 os.kill(clients.pids[0], 9)
                 await clients.drive([LoadRequest(0.0, "a", 1, 1), LoadRequest(0.1, "b", 1, 1)], LoadRun())

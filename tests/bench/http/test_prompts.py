@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import weft
 from tests.strength import examples
-from weft.bench.http.prompts import LEAST_ATOMS, Atoms, Count, counted, make_requests
+from weft.bench.http.prompts import LEAST_ATOMS, Atoms, Count, make_requests, with_token_counts
 from weft.bench.http.workload import RequestSpec
 from weft.errors import EngineError, OptionError
 from weft.sim.traces import MOONCAKE_BLOCK
@@ -117,12 +117,12 @@ def test_a_text_has_exactly_the_tokens_asked_for(kind: str, more: int, seed: int
 @pytest.mark.parametrize("kind", MEASURES)
 def test_a_prompt_too_short_for_the_overhead_is_refused(kind: str) -> None:
     atoms = ATOMS[kind]
-    assert MEASURES[kind](atoms.text(atoms.least, Random(0))) == atoms.least
+    assert MEASURES[kind](atoms.text(atoms.least_tokens, Random(0))) == atoms.least_tokens
     for request in (
         lambda: atoms.text(atoms.overhead, Random(0)),
         lambda: atoms.prompt(RequestSpec(0, atoms.overhead, 1), 0, 0),
     ):
-        with pytest.raises(OptionError, match=f"{atoms.overhead} tokens.*at least {atoms.least}"):
+        with pytest.raises(OptionError, match=f"{atoms.overhead} tokens.*at least {atoms.least_tokens}"):
             request()
 
 
@@ -191,7 +191,7 @@ PAIRS = [
 def test_an_answer_is_as_long_as_its_text_alone_and_a_prompt_as_it_is_sent(kind: str) -> None:
     atoms, measure = ATOMS[kind], MEASURES[kind]
     given = [RequestSpec(0, 0, 0, text=text, answer=answer) for text, answer in PAIRS]
-    specs = asyncio.run(counted(given, atoms, 3, Counter(measure)))
+    specs = asyncio.run(with_token_counts(given, atoms, 3, Counter(measure)))
     alone = len if kind == "bytes" else count_plain
     assert [spec.output_tokens for spec in specs] == [
         alone(answer.strip() if kind == "chat" else answer) for _, answer in PAIRS
@@ -203,7 +203,7 @@ def test_an_answer_is_as_long_as_its_text_alone_and_a_prompt_as_it_is_sent(kind:
 def test_given_texts_that_were_counted_are_sent_with_another_beginning() -> None:
     count = Counter(count_plain)
     given = [RequestSpec(0, 0, 0, text=text, answer=answer) for text, answer in PAIRS]
-    specs = asyncio.run(counted(given, ATOMS["plain"], 3, count))
+    specs = asyncio.run(with_token_counts(given, ATOMS["plain"], 3, count))
     requests = asyncio.run(make_requests(specs, ATOMS["plain"], 3, count))
     seen = [text for texts in count.calls for text in texts]
     shared = [beginning(request.prompt, text) for request in requests for text in seen]
@@ -213,9 +213,9 @@ def test_given_texts_that_were_counted_are_sent_with_another_beginning() -> None
 @pytest.mark.parametrize("kind", MEASURES)
 def test_prompts_begin_with_different_words_as_long_as_there_are_any(kind: str) -> None:
     atoms = ATOMS[kind]
-    shortest = [atoms.prompt(RequestSpec(0, atoms.least, 1), number, 5) for number in range(len(atoms.words))]
+    shortest = [atoms.prompt(RequestSpec(0, atoms.least_tokens, 1), number, 5) for number in range(len(atoms.words))]
     assert sorted(shortest) == sorted(atoms.words)
-    pairs = {atoms.prompt(RequestSpec(0, atoms.least + 1, 1), number, 5) for number in range(3000)}
+    pairs = {atoms.prompt(RequestSpec(0, atoms.least_tokens + 1, 1), number, 5) for number in range(3000)}
     assert len(pairs) == min(3000, len(atoms.words) ** 2)
 
 

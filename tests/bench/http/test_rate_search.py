@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bench.http.test_versus import STUB, weft
-from weft.bench.http.rate_search import PRECISION, Lines, highest
+from weft.bench.http.rate_search import RATE_PRECISION, RunFile, highest_rate
 from weft.errors import OptionError
 
 
@@ -23,13 +23,13 @@ def test_the_highest_rate_is_found_by_few_runs(low: float, factor: float, limit:
         tried.append(rate)
         return rate <= limit
 
-    found = highest(low, low * factor, holds)
+    found = highest_rate(low, low * factor, holds)
     if limit < low:
         assert found is None
     else:
         assert found is not None
         assert found <= limit
-        assert found == low * factor or found * PRECISION >= min(limit, low * factor) * (1 - 1e-9)
+        assert found == low * factor or found * RATE_PRECISION >= min(limit, low * factor) * (1 - 1e-9)
     assert len(tried) <= 12
 
 
@@ -42,11 +42,11 @@ def test_what_is_in_the_file_is_not_measured_again(tmp_path: Path) -> None:
         return {"completed": 3}
 
     for _ in range(2):
-        lines = Lines(file)
-        assert lines.get({"rate": 1.0, "variant": "a"}, measure)["completed"] == 3
-        assert lines.get({"rate": 2.0, "variant": "a"}, measure)["rate"] == 2.0
+        run_file = RunFile(file)
+        assert run_file.get({"rate": 1.0, "variant": "a"}, measure)["completed"] == 3
+        assert run_file.get({"rate": 2.0, "variant": "a"}, measure)["rate"] == 2.0
     assert len(measured) == 2
-    assert Lines(file).get({"rate": 3.0}, lambda: {"was_interrupted": True})["was_interrupted"]
+    assert RunFile(file).get({"rate": 3.0}, lambda: {"was_interrupted": True})["was_interrupted"]
     assert len(file.read_text().splitlines()) == 2, "half a run is none"
 
 
@@ -54,7 +54,7 @@ def test_a_file_of_something_else_is_not_written_to(tmp_path: Path) -> None:
     file = tmp_path / "other.jsonl"
     file.write_text('{"a": 1}\n')
     with pytest.raises(OptionError, match="line 1 is not a run"):
-        Lines(file)
+        RunFile(file)
 
 
 def test_a_sweep_measures_each_rate_once_and_finds_the_highest(tmp_path: Path) -> None:

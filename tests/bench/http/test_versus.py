@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.bench.http.variants import Variant, parse_variants, running
-from weft.bench.http.versus import comparison, ratio, turns
+from weft.bench.http.versus import comparison, ratio, run_order
 from weft.errors import EngineError, OptionError
 
 STUB = f"{sys.executable} {Path(__file__).parents[3] / 'scripts' / 'stub_server.py'} --port {{port}}"
@@ -24,7 +24,7 @@ def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_runs_are_interleaved_and_every_second_round_goes_backwards() -> None:
-    assert turns(["a", "b", "c"], 3) == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
+    assert run_order(["a", "b", "c"], 3) == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
 
 
 @given(st.lists(st.floats(0.1, 1000), min_size=2, max_size=20), st.floats(0.2, 5))
@@ -97,7 +97,7 @@ def test_a_started_server_is_asked_with_the_key_and_without_a_proxy(
     monkeypatch.delenv("no_proxy", raising=False)
     file = tmp_path / "guarded.py"
     file.write_text(GUARDED)
-    with running(Variant("guarded", f"{sys.executable} {file} {{port}}"), key, patience=20) as url:
+    with running(Variant("guarded", f"{sys.executable} {file} {{port}}"), key, timeout=20) as url:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(url + "/v1/models", headers={"authorization": "Bearer secret"})
         assert direct.open(request, timeout=5).status == 200

@@ -10,9 +10,9 @@ import pytest
 from tests.serve.running import RunningServer, eventually
 from tests.serve.test_bad_input import CHAT, TEXT, check, exchange
 from weft.serve import log_limits
-from weft.serve.log_limits import MOST, PERIOD, LogRateLimit
+from weft.serve.log_limits import MOST_ENTRIES, PERIOD_S, LogRateLimit
 
-# It is fine for the greeting of the trial; what the sandbox forbids is a failure of the server, with a traceback.
+# It is fine for the greeting of TemplateCheck; what the sandbox forbids is a failure of the server, with a traceback.
 TEMPLATE = "{% if messages[0].content == 'x' %}{{ ''.__class__.__mro__ }}{% endif %}{{ messages[0].content }}"
 OPTIONS = ("--policy", "chunked", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "64MiB")
 LEFT_OUT = re.compile(r"weft: (\d+) more errors were left out of the log")
@@ -29,10 +29,10 @@ def test_failures_in_a_loop_do_not_fill_the_log() -> None:
         began = time.monotonic()
         for _ in range(100):
             check(server.post(CHAT, body), 500)
-        eventually(lambda: LEFT_OUT.search(server.log), 2 * PERIOD)
-        periods = 2 + (time.monotonic() - began) / PERIOD
-        assert 1 <= told() <= MOST * periods
-        eventually(lambda: sum(map(int, LEFT_OUT.findall(server.log))) + told() == 100, 2 * PERIOD)
+        eventually(lambda: LEFT_OUT.search(server.log), 2 * PERIOD_S)
+        periods = 2 + (time.monotonic() - began) / PERIOD_S
+        assert 1 <= told() <= MOST_ENTRIES * periods
+        eventually(lambda: sum(map(int, LEFT_OUT.findall(server.log))) + told() == 100, 2 * PERIOD_S)
     finally:
         server.kill()
 
@@ -52,27 +52,27 @@ def test_what_is_wrong_is_not_logged(server: RunningServer) -> None:
 
 
 def test_periods_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_limits, "PERIOD", 0.2)
+    monkeypatch.setattr(log_limits, "PERIOD_S", 0.2)
     said: list[str] = []
     sparing = LogRateLimit(said.append)
-    for _ in range(MOST + 3):
+    for _ in range(MOST_ENTRIES + 3):
         sparing.write("x")
-    assert said == ["x"] * MOST
-    eventually(lambda: len(said) > MOST, 5)
+    assert said == ["x"] * MOST_ENTRIES
+    eventually(lambda: len(said) > MOST_ENTRIES, 5)
     assert LEFT_OUT.search(said[-1])[1] == "3"  # type: ignore[index]
     sparing.write("y")
     assert said[-1] == "y"
 
 
 def test_entries_of_all_threads_and_libraries_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_limits, "PERIOD", 60.0)
+    monkeypatch.setattr(log_limits, "PERIOD_S", 60.0)
     said: list[str] = []
     sparing = LogRateLimit(said.append)
-    threads = [threading.Thread(target=sparing.write, args=("x",)) for _ in range(MOST - 1)]
+    threads = [threading.Thread(target=sparing.write, args=("x",)) for _ in range(MOST_ENTRIES - 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     record = logging.makeLogRecord({"msg": "y"})
     assert [sparing.filter(record) for _ in range(3)] == [True, False, False]
-    assert said == ["x"] * (MOST - 1)
+    assert said == ["x"] * (MOST_ENTRIES - 1)

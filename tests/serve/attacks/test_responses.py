@@ -9,7 +9,7 @@ import pytest
 from tests.serve.attacks.test_connection import megabytes
 from tests.serve.attacks.victim import CALM, NOISE, Victim
 from tests.serve.running import RunningServer
-from weft.serve.endpoints.responses_endpoints import MAX_STREAMED
+from weft.serve.endpoints.responses_api.responses_endpoints import MAX_STREAMED
 
 RESPONSES = "/v1/responses"
 # The model is not shown thoughts again, so that these have no tokens.

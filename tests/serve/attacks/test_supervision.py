@@ -97,7 +97,7 @@ def test_an_interpreter_that_may_not_be_executed(tmp_path: Path, monkeypatch: py
         engines.start()
         await asyncio.wait_for(engines.changed.wait(), 10)
         await engines.close()
-        return engines.fatal
+        return engines.failure
 
     monkeypatch.setattr(sys, "executable", str(interpreter))
     reason = asyncio.run(scenario())

@@ -9,7 +9,7 @@ from tests.serve.attacks.test_connection import megabytes
 from tests.serve.attacks.test_supervision import started
 from tests.serve.running import RunningServer
 from tests.serve.test_bad_input import CHAT, check
-from weft.text.chat import MOST_SECONDS
+from weft.text.chat import MOST_CPU_S
 
 ENDLESS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
@@ -65,7 +65,7 @@ def test_what_ends_for_a_greeting_and_not_for_others_is_bounded() -> None:
     try:
         assert "say more" in server.log
         before = megabytes(server.process.pid)
-        for content, said in (("endless", f"{MOST_SECONDS:g} s of processor time"), ("long", "characters")):
+        for content, said in (("endless", f"{MOST_CPU_S:g} s of processor time"), ("long", "characters")):
             body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
             assert said in check(server.post(CHAT, body), 400)["message"]
         assert megabytes(server.process.pid) - before < 200

@@ -1,4 +1,4 @@
-"""Client: sends requests to an OpenAI-compatible server and records when each chunk of the answer arrives."""
+"""Client: sends requests to an OpenAI-compatible server, and records when each chunk of an answer arrives."""
 
 import asyncio
 import math
@@ -15,8 +15,8 @@ from weft.errors import EngineError
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")  # fields of a chat delta that a reader would see
-# Optional fields that help to measure. Not every server accepts them: `meet` takes the first set that is accepted.
-EXTRAS: tuple[dict[str, Any], ...] = (
+# Optional fields that help to measure. Not every server accepts them: `discover` takes the first set that is accepted.
+OPTIONAL_FIELDS: tuple[dict[str, Any], ...] = (
     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "ignore_eos": True},
     {"stream_options": {"include_usage": True}, "ignore_eos": True},
     {"stream_options": {"include_usage": True}},
@@ -26,8 +26,8 @@ EXTRAS: tuple[dict[str, Any], ...] = (
 # Errors for a body that is not JSON. ValueError: bytes that are not UTF-8; RecursionError: brackets nested too deep.
 NO_JSON = (msgspec.DecodeError, ValueError, RecursionError)
 REFUSED = (429, 503)  # HTTP statuses of a server that is too busy for a request
-HELLO = LoadRequest(0.0, "Hello", 1, 2)
-COUNTED_AT_ONCE = 16  # concurrent requests that count tokens
+FIRST_REQUEST = LoadRequest(0.0, "Hello", 1, 2)
+CONCURRENT_COUNTS = 16  # concurrent requests that count tokens
 
 
 @dataclass(slots=True)
@@ -96,13 +96,13 @@ class Client:
         self._key = key
         self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=30)
-        self._extras = EXTRAS[0]
+        self._extras = OPTIONAL_FIELDS[0]
         self._always = always or {}  # fields of every request
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def settings(self) -> ClientSettings:
-        """Settings for `Client.of`. Complete after `meet`, which finds the model and the accepted fields."""
+        """Settings for `Client.of`. Complete after `discover`, which finds the model and the accepted fields."""
         timeout = self._timeout.total or math.inf
         return ClientSettings(
             self.base, self.model, self.endpoint, self._key, self.temperature, timeout, self._always, self._extras
@@ -110,7 +110,7 @@ class Client:
 
     @classmethod
     def of(cls, settings: ClientSettings) -> "Client":
-        """A client with these settings. It need not call `meet`."""
+        """A client with these settings. It need not call `discover`."""
         base, model, endpoint, key, temperature, timeout, always, extras = settings
         client = cls(base, model, endpoint=endpoint, key=key, temperature=temperature, timeout=timeout, always=always)
         client._extras = extras
@@ -130,7 +130,7 @@ class Client:
         """Whether requests set ignore_eos. A server may reject that field."""
         return "ignore_eos" in self._extras
 
-    async def meet(self, first: LoadRequest = HELLO) -> None:
+    async def discover(self, first: LoadRequest = FIRST_REQUEST) -> None:
         """Finds the server's model and the request fields that it accepts. Raises EngineError if it cannot serve.
 
         `first` is the request that is sent to find this out.
@@ -143,7 +143,7 @@ class Client:
         elif known and self.model not in known:
             raise EngineError(f"{self.base} has no model {self.model!r}; it has {', '.join(known)}")
         reply = Reply(0, 0.0, 0)
-        for self._extras in EXTRAS:
+        for self._extras in OPTIONAL_FIELDS:
             reply = await self.send(first, 0, self.clock(), 0.0)
             if reply.status != 400 and reply.status != 422:
                 break
@@ -173,20 +173,20 @@ class Client:
         except TimeoutError:
             reply.error = f"no answer within {self._timeout.total:g} s"
         except Exception as error:  # any error: a request that was sent must not be missing from the figures
-            reply.error = _named(error)
+            reply.error = _one_line(error)
         if math.isnan(reply.end):
             reply.end = self.clock() - start
         return reply
 
     async def count(self, texts: list[str]) -> list[int]:
         """Token counts of prompts by the server: from /tokenize, or else from the usage of an answer."""
-        gate = asyncio.Semaphore(COUNTED_AT_ONCE)
+        gate = asyncio.Semaphore(CONCURRENT_COUNTS)
 
         async def one(text: str) -> int:
             async with gate:
                 try:
-                    found = await self._tokenized(text)
-                    return await self._used(text) if found is None else found
+                    found = await self._count_by_tokenize(text)
+                    return await self._count_by_usage(text) if found is None else found
                 except (aiohttp.ClientError, TimeoutError) as error:
                     raise EngineError(f"counting tokens at {self.base}: {error or type(error).__name__}") from None
 
@@ -215,7 +215,7 @@ class Client:
         except (*NO_JSON, KeyError, TypeError):
             raise EngineError(f"{self.base}/v1/models does not look like a list of models: is the URL right?") from None
 
-    async def _tokenized(self, text: str) -> int | None:
+    async def _count_by_tokenize(self, text: str) -> int | None:
         assert self._session is not None
         body = {"model": self.model, **self._prompt(text)}
         async with self._session.post(self.base + "/tokenize", data=msgspec.json.encode(body)) as response:
@@ -228,7 +228,7 @@ class Client:
                 return None
             return count if isinstance(count, int) and count > 0 else None  # llama.cpp expects another field
 
-    async def _used(self, text: str) -> int:
+    async def _count_by_usage(self, text: str) -> int:
         assert self._session is not None
         body = {"model": self.model, **self._prompt(text), "max_tokens": 1}
         async with self._session.post(self.base + PATHS[self.endpoint], data=msgspec.json.encode(body)) as response:
@@ -260,9 +260,9 @@ async def _read(response: aiohttp.ClientResponse, reply: Reply, start: float, cl
         now = clock() - start
         *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
-            ended |= _take(event, reply, now)
+            ended |= _read_event(event, reply, now)
     if rest.strip():
-        ended |= _take(rest, reply, clock() - start)
+        ended |= _read_event(rest, reply, clock() - start)
     ended |= reply.has_finished
     if not reply.error and not ended:
         reply.error = f"the stream was cut after {len(reply.times)} chunks"
@@ -274,7 +274,7 @@ async def _read(response: aiohttp.ClientResponse, reply: Reply, start: float, cl
         reply.output_tokens, reply.is_without_usage = len(reply.times), True
 
 
-def _take(event: bytes, reply: Reply, now: float) -> bool:
+def _read_event(event: bytes, reply: Reply, now: float) -> bool:
     """Reads one event into `reply`. Returns whether the stream ends with it."""
     lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
     if not lines:
@@ -289,15 +289,15 @@ def _take(event: bytes, reply: Reply, now: float) -> bool:
             return True
         usage = chunk.get("usage") or {}
         choices = chunk.get("choices") or ()
-        reply.output_tokens = _whole(usage.get("completion_tokens")) or reply.output_tokens
+        reply.output_tokens = _int_or_none(usage.get("completion_tokens")) or reply.output_tokens
         if choices:
             reply.begun = now if math.isnan(reply.begun) else reply.begun
             reply.has_finished |= bool(choices[0].get("finish_reason"))
             if _has_content(choices[0]):
                 reply.times.append(now)
         if usage:
-            reply.prompt_tokens = _whole(usage.get("prompt_tokens")) or reply.prompt_tokens
-            cached = _whole((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+            reply.prompt_tokens = _int_or_none(usage.get("prompt_tokens")) or reply.prompt_tokens
+            cached = _int_or_none((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
             reply.cached_tokens = reply.cached_tokens if cached is None else cached
         metrics = chunk.get("metrics")
         if isinstance(metrics, dict) and isinstance(metrics.get("ttft_ms"), int | float):
@@ -308,7 +308,7 @@ def _take(event: bytes, reply: Reply, now: float) -> bool:
     return False
 
 
-def _whole(value: object) -> int | None:
+def _int_or_none(value: object) -> int | None:
     """The value if it is an int, else None: servers send all kinds of values here."""
     return value if isinstance(value, int) else None
 
@@ -320,7 +320,7 @@ def _has_content(choice: dict[str, Any]) -> bool:
     return delta is not None and any(delta.get(name) for name in CONTENT)
 
 
-def _named(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """The error as one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

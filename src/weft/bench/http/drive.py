@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from weft.bench.http.client import Client, Reply
 from weft.bench.http.load_request import LoadRequest
 
-LEAST_WAIT, MOST_WAIT = 0.05, 30.0  # limits, in seconds, on the server's Retry-After
-EARLY = 1e-4  # seconds by which a request may be sent too early
+LEAST_WAIT_S, MOST_WAIT_S = 0.05, 30.0  # limits on the server's Retry-After
+MOST_EARLY_S = 1e-4  # time by which a request may be sent too early
 
 
 @dataclass
@@ -30,8 +30,8 @@ class LoadRun:
         return self.sent - len(self.replies)
 
 
-class _Places:
-    """A semaphore for requests in flight that records when each place became free.
+class _ConcurrencyLimit:
+    """A semaphore for requests in flight that records when each of its places became free.
 
     The time from then until the next request wakes up is client lag.
     """
@@ -41,12 +41,12 @@ class _Places:
         self._now = now
         self._free_since = deque([-math.inf] * count)
 
-    async def take(self) -> float:
+    async def acquire(self) -> float:
         """Waits for a place. Returns since when it was free; the place that was free longest is taken first."""
         await self._gate.acquire()
         return self._free_since.popleft()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         self._free_since.append(self._now())
         self._gate.release()
 
@@ -82,11 +82,13 @@ async def drive(
     clock = client.clock
     start = clock() if start is None else start
     tasks: set[asyncio.Task[None]] = set()
-    places = _Places(min(concurrency, len(requests)), lambda: clock() - start) if concurrency is not None else None
-    begun = 0  # requests with a task: sent, or waiting for a place
+    limit = (
+        _ConcurrencyLimit(min(concurrency, len(requests)), lambda: clock() - start) if concurrency is not None else None
+    )
+    num_started = 0  # requests with a task: sent, or waiting for a place
 
-    async def one(request: LoadRequest, number: int, due: float) -> None:
-        free = max(due, await places.take()) if places is not None and open_loop else due
+    async def send_one(request: LoadRequest, number: int, due: float) -> None:
+        free = max(due, await limit.acquire()) if limit is not None and open_loop else due
         try:
             run.sent += 1
             reply = await _answer(client, request, number, start, due, min(due + retry_for, duration))
@@ -95,25 +97,25 @@ async def drive(
             del run.unanswered[number]
             progress()
         finally:
-            if places is not None:
-                places.leave()
+            if limit is not None:
+                limit.release()
 
     try:
         for number, request in enumerate(requests):
             if open_loop:
                 if request.at > duration:
                     break
-                while (wait := request.at - (clock() - start)) > EARLY:  # a sleep may end early
+                while (wait := request.at - (clock() - start)) > MOST_EARLY_S:  # a sleep may end early
                     await asyncio.sleep(wait)
                 due = request.at
             else:
-                assert places is not None, "a closed loop needs a number of users"
-                due = max(0.0, await places.take())
+                assert limit is not None, "a closed loop needs a number of users"
+                due = max(0.0, await limit.acquire())
                 if due > duration:
                     break
             run.unanswered[number] = due
-            begun = number + 1
-            task = asyncio.create_task(one(request, number, due))
+            num_started = number + 1
+            task = asyncio.create_task(send_one(request, number, due))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         while tasks:
@@ -123,7 +125,9 @@ async def drive(
         if open_loop:  # a late client may not have started all requests that were due
             now = min(clock() - start, duration)
             run.unanswered |= {
-                number: request.at for number, request in enumerate(requests) if number >= begun and request.at <= now
+                number: request.at
+                for number, request in enumerate(requests)
+                if number >= num_started and request.at <= now
             }
         for task in tasks:
             task.cancel()
@@ -138,10 +142,10 @@ async def _answer(client: Client, request: LoadRequest, number: int, start: floa
     """The reply to the last attempt. No attempt begins after `until`, in seconds from the start of the run."""
     reply = await client.send(request, number, start, due)
     while reply.retry_after is not None:
-        again = reply.end + min(max(reply.retry_after, LEAST_WAIT), MOST_WAIT)
+        again = reply.end + min(max(reply.retry_after, LEAST_WAIT_S), MOST_WAIT_S)
         if again > until:
             break
-        while (wait := again - (client.clock() - start)) > EARLY:
+        while (wait := again - (client.clock() - start)) > MOST_EARLY_S:
             await asyncio.sleep(wait)
         retries = reply.retries + 1
         reply = await client.send(request, number, start, again)

@@ -18,8 +18,8 @@ from weft.bench.http.drive import LoadRun
 from weft.errors import OptionError
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
-OTHER = 0.01  # relative difference from the requested total tokens above which a caveat is shown
-KEPT = 0.99  # share of a request's gaps that must be within the gap goal
+LENGTH_TOLERANCE = 0.01  # relative difference from the requested total tokens above which a caveat is shown
+LEAST_SHARE_WITHIN = 0.99  # share of a request's gaps that must be within the gap goal
 DEFINITIONS = {
     "ttft": "from when a request was to be sent to its first content (reasoning and tool calls included)",
     "gap": "time between successive tokens, of all requests together; a chunk of k tokens is one gap and k - 1 zeros",
@@ -114,7 +114,7 @@ def is_good(reply: Reply, goals: Goals) -> bool:
         ttft(reply) * 1e3 <= goals.ttft
         and (math.isnan(per_token) or per_token * 1e3 <= goals.tpot)
         and (reply.end - reply.due) * 1e3 <= goals.e2el
-        and within >= KEPT
+        and within >= LEAST_SHARE_WITHIN
     )
 
 
@@ -144,7 +144,7 @@ def figures(run: LoadRun, window: MeasurementWindow, goals: Goals | None = None)
         "was_interrupted": run.was_interrupted,
         "total_input_tokens": read,
         "total_output_tokens": written,
-        **_asked(done),
+        **_requested(done),
         "request_throughput": len(ended) / seconds,
         "output_throughput": rates[1] / seconds,
         "total_token_throughput": sum(rates) / seconds,
@@ -169,9 +169,9 @@ def figures(run: LoadRun, window: MeasurementWindow, goals: Goals | None = None)
         "lag": np.array([lag(reply) for reply in inside if not math.isnan(reply.sent)]),
     }
     for name, values in pooled.items():
-        found |= _spread(name, values * 1e3)
+        found |= _statistics(name, values * 1e3)
     if found["retries"]:
-        found |= _spread("retry_wait", np.array([reply.retry_wait * 1e3 for reply in inside if reply.retries]))
+        found |= _statistics("retry_wait", np.array([reply.retry_wait * 1e3 for reply in inside if reply.retries]))
     return {**found, **_cached(done), **_server_side(done)}
 
 
@@ -187,7 +187,7 @@ def caveats(found: dict[str, Any]) -> list[str]:
             f"the server told no usage for {uncounted} of {found.get('completed')} requests: each of their chunks is "
             "counted as one token"
         )
-    told += filter(None, (_other(found, "output", "answers"), _other(found, "input", "prompts")))
+    told += filter(None, (_length_caveat(found, "output", "answers"), _length_caveat(found, "input", "prompts")))
     if found.get("was_interrupted") and (unfinished := found.get("unfinished")):
         told.append(
             f"{unfinished} requests had no answer yet when the run was interrupted: percentiles leave out who still "
@@ -196,11 +196,11 @@ def caveats(found: dict[str, Any]) -> list[str]:
     return told
 
 
-def _other(found: dict[str, Any], side: str, what: str) -> str:
-    """A sentence if total lengths differ from the requested ones by more than OTHER, else an empty string."""
+def _length_caveat(found: dict[str, Any], side: str, what: str) -> str:
+    """A sentence if total lengths differ from the requested ones by more than LENGTH_TOLERANCE, else ""."""
     asked, got = found.get(f"requested_{side}_tokens") or 0, found.get(f"total_{side}_tokens") or 0
     differing = found.get(f"completed_with_other_{side}")
-    if not differing or abs(got - asked) <= OTHER * asked:
+    if not differing or abs(got - asked) <= LENGTH_TOLERANCE * asked:
         return ""
     return (
         f"{what} have {got} tokens in all, not the {asked} that were asked for: those of {differing} of "
@@ -208,7 +208,7 @@ def _other(found: dict[str, Any], side: str, what: str) -> str:
     )
 
 
-def _asked(done: list[Reply]) -> dict[str, int]:
+def _requested(done: list[Reply]) -> dict[str, int]:
     """Requested tokens, and the number of requests with other lengths than requested.
 
     Replies without usage are not compared, because their chunks only count as tokens.
@@ -242,9 +242,9 @@ def _server_side(done: list[Reply]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("queue", "prefill", "decode", "ttft"):
         values = [reply.server[f"{name}_ms"] for reply in told if reply.server and f"{name}_ms" in reply.server]
-        found |= _spread(f"server_{name}", np.array(values, np.float64))
+        found |= _statistics(f"server_{name}", np.array(values, np.float64))
     outside = [(reply.times[0] - reply.sent) * 1e3 - reply.server["ttft_ms"] for reply in told if reply.server]
-    found |= _spread("outside", np.array(outside))
+    found |= _statistics("outside", np.array(outside))
     return found
 
 
@@ -259,11 +259,11 @@ def _grouped(errors: Iterable[str]) -> dict[str, int]:
 
 
 def _without_numbers(error: str) -> str:
-    place = 3 if re.match(r"\d{3}: ", error) else 0
-    return error[:place] + re.sub(r"\d+(\.\d+)?", "0", error[place:])
+    status_end = 3 if re.match(r"\d{3}: ", error) else 0
+    return error[:status_end] + re.sub(r"\d+(\.\d+)?", "0", error[status_end:])
 
 
-def _spread(name: str, values: Array) -> dict[str, float | None]:
+def _statistics(name: str, values: Array) -> dict[str, float | None]:
     if not len(values):
         return dict.fromkeys([f"{kind}_{name}_ms" for kind in ("mean", "median", "std", *_labels(), "max")])
     spread = {"mean": values.mean(), "median": np.median(values), "std": values.std()}

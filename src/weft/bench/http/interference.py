@@ -11,13 +11,13 @@ from weft.bench.http.client import Client, Reply
 from weft.bench.http.load_request import LoadRequest
 from weft.errors import EngineError
 
-LOOK = 0.02  # seconds between checks of the streams' progress
+POLL_S = 0.02  # time between checks of the streams' progress
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Results of one run. Times are seconds; a gap is the time between two chunks of a stream."""
+class ObservedInterference:
+    """What a client observes in one run. Times are seconds; a gap is the time between two chunks of a stream."""
 
     before: Array  # gaps after all streams have begun and before the first long prompt is due
     during: Array  # gaps from then until the last long prompt has its first token
@@ -33,8 +33,8 @@ async def interfere(
     prompts: Sequence[LoadRequest],
     *,
     quiet: float = 3.0,
-    patience: float = 600.0,
-) -> Seen:
+    timeout: float = 600.0,
+) -> ObservedInterference:
     """Starts the streams, lets them decode for `quiet` seconds, and sends each prompt at its time (`LoadRequest.at`).
 
     Measures for `quiet` seconds more, then cancels the streams. They must request more tokens than they can produce in
@@ -47,10 +47,10 @@ async def interfere(
         for request, reply in zip(streams, decoding, strict=True)
     ]
     try:
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(timeout):
             while not all(reply.times for reply in decoding):
                 _check(decoding, "did not begin")
-                await asyncio.sleep(LOOK)
+                await asyncio.sleep(POLL_S)
             await asyncio.sleep(quiet)
             began = clock() - start
 
@@ -67,7 +67,7 @@ async def interfere(
                 raise EngineError("a stream ended before the long prompts were read: make these shorter")
             await asyncio.sleep(quiet)
     except TimeoutError:
-        raise EngineError(f"the long prompts were not read within {patience:g} s: make them shorter") from None
+        raise EngineError(f"the long prompts were not read within {timeout:g} s: make them shorter") from None
     finally:
         for task in tasks:
             task.cancel()
@@ -78,7 +78,7 @@ async def interfere(
     before, after = decode & (ends < began), ends - gaps >= ended
     during = (ends >= began) & ~after  # includes a gap that spans the end of the long prefills
     first = [reply.times[0] - reply.due for reply in answers]
-    return Seen(gaps[before], gaps[during], gaps[after], ends[during] - began, ended - began, first)
+    return ObservedInterference(gaps[before], gaps[during], gaps[after], ends[during] - began, ended - began, first)
 
 
 def _check(replies: Sequence[Reply], what: str) -> None:

@@ -13,8 +13,8 @@ from rich.table import Table
 from weft.bench.http.drive import LoadRun
 from weft.bench.http.figures import gaps, lag, ttft
 
-EVERY = 0.25  # seconds
-RECENT = 200  # the percentiles are over the last RECENT complete replies
+REFRESH_S = 0.25
+RECENT_REPLIES = 200  # the percentiles are over the last RECENT_REPLIES complete replies
 
 
 @contextlib.asynccontextmanager
@@ -29,7 +29,7 @@ async def live_view(run: LoadRun, show: bool) -> AsyncIterator[None]:
             start = clock()
             while True:
                 live.update(view(run, clock() - start), refresh=True)
-                await asyncio.sleep(EVERY)
+                await asyncio.sleep(REFRESH_S)
 
         drawing = asyncio.create_task(draw())
         try:
@@ -50,7 +50,7 @@ def view(run: LoadRun, seconds: float) -> Table:
     table.add_row("failed", f"[red]{failed}: {escape(_last_error(run))}[/red]" if failed else "0")
     seconds = max(seconds, 1e-9)
     table.add_row("rates", f"{len(done) / seconds:.1f} requests/s, {written / seconds:.0f} tokens/s")
-    recent = done[-RECENT:]
+    recent = done[-RECENT_REPLIES:]
     if recent:
         table.add_row("ttft", _percentiles(np.array([ttft(reply) for reply in recent])))
         table.add_row("gap", _percentiles(np.concatenate([np.empty(0), *map(gaps, recent)])))
@@ -62,7 +62,7 @@ def _percentiles(values: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> str:
     if not len(values):
         return "-"
     middle, high = np.percentile(values * 1e3, (50, 99))
-    return f"p50 {middle:.1f} ms, p99 {high:.1f} ms (last {RECENT} requests)"
+    return f"p50 {middle:.1f} ms, p99 {high:.1f} ms (last {RECENT_REPLIES} requests)"
 
 
 def _last_error(run: LoadRun) -> str:

@@ -22,8 +22,8 @@ from weft.bench.http.load_request import LoadRequest
 from weft.errors import EngineError
 
 MOST_PROCESSES = 6
-LEAD = 0.2  # seconds from sending the requests to the processes until the start, so that all have read them
-LOOK = 0.05  # seconds between checks for replies
+START_DELAY_S = 0.2  # time from sending the requests to the processes until the start, so that all have read them
+POLL_S = 0.05  # time between checks for replies
 
 
 def client_processes() -> int:
@@ -57,7 +57,7 @@ class ClientProcesses:
                 self._processes.append(process)
             for pipe in self._pipes:
                 while not pipe.poll():  # until the process has finished its imports
-                    await asyncio.sleep(LOOK)
+                    await asyncio.sleep(POLL_S)
                 _received(pipe)
         return self
 
@@ -76,8 +76,8 @@ class ClientProcesses:
             await drive(self._client, requests, run=run)
             return
         clock = self._client.clock
-        start = clock() + LEAD
-        numbers = [range(place, len(requests), self._count) for place in range(self._count)]
+        start = clock() + START_DELAY_S
+        numbers = [range(index, len(requests), self._count) for index in range(self._count)]
         for pipe, own in zip(self._pipes, numbers, strict=True):
             with suppress(BrokenPipeError):  # a dead process is detected below
                 pipe.send((start, [requests[number] for number in own]))
@@ -85,7 +85,7 @@ class ClientProcesses:
         times = [request.at for request in requests]
         open_pipes = dict(zip(self._pipes, numbers, strict=True))
         while open_pipes:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_S)
             run.sent = bisect_right(times, clock() - start)
             for pipe, own in list(open_pipes.items()):
                 while pipe in open_pipes and pipe.poll():

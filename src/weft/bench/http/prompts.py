@@ -24,7 +24,7 @@ Count = Callable[[list[str]], Awaitable[list[int]]]
 LEAST_ATOMS = 16  # with fewer, prompts would hardly differ
 MIXTURES = 8  # random texts that check whether words stay one token each in any order
 MIXTURE_WORDS = 256
-MOST_ASKS = 1_000_000  # nominal length of a run that is only limited by its duration; never reached
+MOST_REQUESTS = 1_000_000  # nominal length of a run that is only limited by its duration; never reached
 MOST_CHECKED = 16  # prompts per run with a checked token count
 HEAD_WORDS = 4  # words before a given text: there are millions of ways to choose them
 COMMON = """
@@ -65,7 +65,7 @@ class Atoms:
         )
 
     @property
-    def least(self) -> int:
+    def least_tokens(self) -> int:
         """Tokens of the shortest prompt."""
         return self.overhead + 1
 
@@ -86,42 +86,44 @@ class Atoms:
         return "".join(Random(f"{purpose} {seed}").choices(self.words, k=HEAD_WORDS)) + "\n"
 
     def prompt(self, spec: RequestSpec, number: int, seed: int) -> str:
-        """The prompt text of a spec: a given text after the run's head, or the shared blocks followed by words that
-        begin differently for every `number`.
+        """The prompt text of a spec.
+
+        It is a given text after the run's head, or the shared blocks followed by words that begin differently for every
+        `number`.
         """
         if spec.text:
             return self.head("sent", seed) + spec.text
         self._check(spec.prompt_tokens)
         parts, filled = [], self.overhead  # the overhead replaces part of the first block
-        for place, identity in enumerate(spec.prefix_ids, start=1):
-            end = min(place * MOONCAKE_BLOCK, spec.prompt_tokens)
+        for number_of_blocks, identity in enumerate(spec.prefix_ids, start=1):
+            end = min(number_of_blocks * MOONCAKE_BLOCK, spec.prompt_tokens)
             if end > filled:
                 parts.append(self.block(identity, end - filled, seed))
                 filled = end
-        return "".join([*parts, self._own(spec.prompt_tokens - filled, number, seed)])
+        return "".join([*parts, self._own_words(spec.prompt_tokens - filled, number, seed)])
 
-    def again(self, prompt: str, spec: RequestSpec, number: int, turn: int, seed: int) -> str:
+    def prompt_again(self, prompt: str, spec: RequestSpec, number: int, repetition: int, seed: int) -> str:
         """The prompt of spec `number` with the same length but other first words, so that a prefix cache misses it.
 
         Only the first words are new, because this runs during the measurement.
         """
         if spec.text:
-            return self.head(f"sent {turn}", seed) + spec.text
+            return self.head(f"sent {repetition}", seed) + spec.text
         tokens = min(HEAD_WORDS, spec.prompt_tokens - self.overhead)
-        words = Random(f"again {seed} {number} {turn}").choices(self.words, k=tokens)
-        return "".join(words) + prompt.removeprefix(self._own(tokens, number, seed))
+        words = Random(f"again {seed} {number} {repetition}").choices(self.words, k=tokens)
+        return "".join(words) + prompt.removeprefix(self._own_words(tokens, number, seed))
 
-    def _own(self, tokens: int, number: int, seed: int) -> str:
+    def _own_words(self, tokens: int, number: int, seed: int) -> str:
         # The first two words encode the prompt's number, so that no two prompts share a prefix by accident.
         second, first = divmod(number + seed, len(self.words))
         head = [self.words[first], self.words[second % len(self.words)]]
         return "".join([*head, *Random(f"own {seed} {number}").choices(self.words, k=tokens)][:tokens])
 
     def _check(self, tokens: int) -> None:
-        if tokens < self.least:
+        if tokens < self.least_tokens:
             raise OptionError(
                 f"a prompt of {tokens} tokens cannot be made: the server puts {self.overhead} around it, "
-                f"so ask for at least {self.least}"
+                f"so ask for at least {self.least_tokens}"
             )
 
 
@@ -154,8 +156,8 @@ async def _in_any_order(atoms: Atoms, count: Count) -> Atoms:
     return atoms
 
 
-async def counted(specs: Sequence[RequestSpec], atoms: Atoms, seed: int, count: Count) -> list[RequestSpec]:
-    """Wishes of given texts with their lengths: of a prompt including the overhead, of an answer without it.
+async def with_token_counts(specs: Sequence[RequestSpec], atoms: Atoms, seed: int, count: Count) -> list[RequestSpec]:
+    """Specs of given texts with their lengths: of a prompt including the overhead, of an answer without it.
 
     The texts are counted after another head than the one they are sent with: a server that counts by answering keeps
     them in its prefix cache.
@@ -195,14 +197,14 @@ async def make_requests(specs: Sequence[RequestSpec], atoms: Atoms, seed: int, c
 
 
 class RepeatingRequests(Sequence[LoadRequest]):
-    """Asks that repeat with other first words, for a run that is limited by its duration."""
+    """Requests that repeat with other first words, for a run that is limited by its duration."""
 
     def __init__(self, requests: Sequence[LoadRequest], specs: Sequence[RequestSpec], atoms: Atoms, seed: int) -> None:
         assert not any(spec.prefix_ids for spec in specs), "what is shared would not be any more"
         self.requests, self.specs, self.atoms, self.seed = requests, specs, atoms, seed
 
     def __len__(self) -> int:
-        return MOST_ASKS
+        return MOST_REQUESTS
 
     @overload
     def __getitem__(self, index: int) -> LoadRequest: ...
@@ -213,11 +215,13 @@ class RepeatingRequests(Sequence[LoadRequest]):
             return [self[number] for number in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        turn, number = divmod(index, len(self.requests))
+        repetition, number = divmod(index, len(self.requests))
         request = self.requests[number]
-        if not turn:
+        if not repetition:
             return request
-        return replace(request, prompt=self.atoms.again(request.prompt, self.specs[number], number, turn, self.seed))
+        return replace(
+            request, prompt=self.atoms.prompt_again(request.prompt, self.specs[number], number, repetition, self.seed)
+        )
 
 
 def _stand_in(spec: RequestSpec, atoms: Atoms, number: int, seed: int) -> str:

@@ -1,4 +1,4 @@
-"""Sweep: the same load at several rates. Each run is saved as one line, so that an interrupted sweep can resume."""
+"""Runs of one load at several rates: the file with one line per run, and the search for the highest rate that holds."""
 
 import hashlib
 import json
@@ -10,13 +10,13 @@ from typing import Any
 
 from weft.errors import EngineError, OptionError
 
-PRECISION = 1.1  # the highest rate is found to within this factor
-PACE = 0.95  # a server keeps up if answers end at this share of the request rate or more
-EDGE = 0.1  # share of the answers at either end that the pace ignores
-BEGINNING = b'{"key": "'  # of every line
+RATE_PRECISION = 1.1  # the highest rate is found to within this factor
+LEAST_PACE = 0.95  # a server keeps up if answers end at this share of the request rate or more
+EDGE_SHARE = 0.1  # share of the answers at either end that the pace ignores
+LINE_START = b'{"key": "'  # of every line
 
 
-class Lines:
+class RunFile:
     """A file with one run per line. A run that is in the file is not measured again."""
 
     def __init__(self, file: Path) -> None:
@@ -36,7 +36,7 @@ class Lines:
                 self.runs[run["key"]] = run
         # The last line is incomplete: the machine stopped while it was written. It is cut off before the next write.
         self.cut_at = len(data) - len(half) if half else None
-        if half and half[: len(BEGINNING)] != BEGINNING[: len(half)]:
+        if half and half[: len(LINE_START)] != LINE_START[: len(half)]:
             raise self._foreign(len(whole) + 1)
 
     def _run(self, line: bytes, number: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def pace(requests: Sequence[dict[str, Any]]) -> float | None:
     answers a healthy run would look slow.
     """
     done = [request for request in requests if request["end"] is not None and not request["error"]]
-    edge = int(EDGE * len(done))
+    edge = int(EDGE_SHARE * len(done))
     sent, ends = (sorted(request[name] for request in done)[edge : len(done) - edge] for name in ("sent", "end"))
     span = ends[-1] - ends[0] if ends else 0.0
     return (sent[-1] - sent[0]) / span if span > 0 else None
@@ -113,16 +113,16 @@ def keeps_up(found: dict[str, Any]) -> bool:
     sent = found.get("achieved_request_rate")
     if sent is None:  # all requests were sent at the same time
         return True
-    return found["request_throughput"] >= PACE * sent or (found.get("pace") or 0.0) >= PACE
+    return found["request_throughput"] >= LEAST_PACE * sent or (found.get("pace") or 0.0) >= LEAST_PACE
 
 
-def highest(low: float, high: float, holds: Callable[[float], bool]) -> float | None:
-    """The highest rate from low to high that holds, to within a factor of PRECISION; None if `low` does not hold."""
+def highest_rate(low: float, high: float, holds: Callable[[float], bool]) -> float | None:
+    """The highest rate from low to high that holds, to within RATE_PRECISION. None: not even `low` holds."""
     if not holds(low):
         return None
     if holds(high):
         return high
-    while high > low * PRECISION:
+    while high > low * RATE_PRECISION:
         middle = (low * high) ** 0.5
         if holds(middle):
             low = middle
@@ -132,9 +132,9 @@ def highest(low: float, high: float, holds: Callable[[float], bool]) -> float | 
 
 
 def middle_rates(low: float, high: float) -> list[float]:
-    """Rates that `highest` tries if only the lowest one holds. This path has the lowest rates, and so takes longest."""
+    """Rates that `highest_rate` tries if only the lowest one holds: the lowest rates, which take longest."""
     found = []
-    while high > low * PRECISION:
+    while high > low * RATE_PRECISION:
         high = (low * high) ** 0.5
         found.append(high)
     return found

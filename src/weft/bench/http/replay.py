@@ -22,14 +22,14 @@ from weft.sim.fidelity import Probe, Served
 from weft.sim.simulator import Played
 from weft.sim.traces import MOONCAKE_BLOCK, Arrival, Trace
 
-WARM_UPS = (0.25, 0.5, 0.75, 1.0)  # quantiles of prompt lengths: one warm-up request of each before the run
+WARM_UP_QUANTILES = (0.25, 0.5, 0.75, 1.0)  # of prompt lengths: one warm-up request of each before the run
 WARM_TOKENS = 8  # output tokens of each warm-up request
 PROBES, PROBE_TOKENS = 16, 500  # requests, sent one by one, that measure a request's time outside the engine
 # Concurrent streams, and tokens of each, that measure the time to deliver one token.
 STREAMS, STREAM_PROMPT, STREAM_TOKENS = 32, 16, 64
-# Streams one by one, with PAUSE seconds of idle time before each.
-LONE_STREAMS, LONE_PROMPT, LONE_TOKENS, PAUSE = 8, 128, 48, 0.3
-TIMEOUT = 3600.0  # seconds for one answer: an overloaded policy that refuses nothing takes long
+# Streams one by one, with PAUSE_S seconds of idle time before each.
+LONE_STREAMS, LONE_PROMPT, LONE_TOKENS, PAUSE_S = 8, 128, 48, 0.3
+ANSWER_TIMEOUT_S = 3600.0  # for one answer: an overloaded policy that refuses nothing takes long
 
 
 def token_prompts(trace: Trace, vocab_size: int, words: int) -> tuple[Trace, list[tuple[int, ...]]]:
@@ -38,7 +38,7 @@ def token_prompts(trace: Trace, vocab_size: int, words: int) -> tuple[Trace, lis
     `words` is a seed of the ids. Prompts share exactly the prefixes that the simulator treats as cached: whole blocks
     with equal `prefix_ids` at equal indices.
     """
-    lengths = np.quantile([arrival.prompt_tokens for arrival in trace.arrivals], WARM_UPS).astype(int).tolist()
+    lengths = np.quantile([arrival.prompt_tokens for arrival in trace.arrivals], WARM_UP_QUANTILES).astype(int).tolist()
     warm = Trace("warm-up", tuple(Arrival(0.0, length, WARM_TOKENS) for length in lengths))
     arrivals = (*trace.arrivals, *warm.arrivals)
     return warm, [_ids(arrival, number, vocab_size, words) for number, arrival in enumerate(arrivals)]
@@ -72,8 +72,8 @@ async def replay(
     ]
     requests, first = requests[: len(trace.arrivals)], requests[len(trace.arrivals) :]
     # With token ids every token is a separate frame, even if its text is empty or part of a character.
-    async with Client(url, None, key=key, timeout=TIMEOUT, always={"return_token_ids": True}) as client:
-        await client.meet(first[0])
+    async with Client(url, None, key=key, timeout=ANSWER_TIMEOUT_S, always={"return_token_ids": True}) as client:
+        await client.discover(first[0])
         for number, request in enumerate(first[1:]):
             reply = await client.send(request, number, client.clock(), 0.0)
             if not reply.is_complete and reply.status not in REFUSED:
@@ -109,7 +109,7 @@ async def _probe(clients: ClientProcesses, vocab_size: int, words: int) -> tuple
     steps cannot be told apart), and a Probe of each kind.
     """
     lone, many = LoadRun(), LoadRun()
-    for request in _streams(LONE_STREAMS, LONE_PROMPT, LONE_TOKENS, PAUSE, vocab_size, words):
+    for request in _streams(LONE_STREAMS, LONE_PROMPT, LONE_TOKENS, PAUSE_S, vocab_size, words):
         await clients.drive([request], lone)
     await clients.drive(_streams(STREAMS, STREAM_PROMPT, STREAM_TOKENS, 0.0, vocab_size, words), many)
     kinds = ((1, LONE_PROMPT, LONE_TOKENS, lone.replies), (STREAMS, STREAM_PROMPT, STREAM_TOKENS, many.replies))

@@ -1,5 +1,7 @@
-"""Many concurrent streams against a real server: checks that all are complete and in order, and measures the API
-process's CPU time per token."""
+"""Many concurrent streams against a real server.
+
+Checks that all are complete and in order, and measures the API process's CPU time per token.
+"""
 
 import asyncio
 import json
@@ -14,9 +16,9 @@ from urllib.parse import urlsplit
 
 from weft.errors import EngineError
 
-TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 FRAME = b"data: {"
-PATIENCE = 300.0  # timeout in seconds: for the server's start, and for one whole answer
+TIMEOUT_S = 300.0  # for the server's start, and for one whole answer
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class _Server:
         command = (sys.executable, "-m", "weft", "serve", "--port", "0", *arguments)
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_S):
             while line := await process.stdout.readline():
                 if found := re.search(rb"on (http://\S+)", line):
                     address = urlsplit(found[1].decode())
@@ -57,7 +59,7 @@ class _Server:
     def cpu(self) -> float:
         """CPU seconds so far, user and kernel."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / TICK
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
     def memory(self) -> int:
         text = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -75,7 +77,7 @@ class _Server:
             head = f"POST /v1/completions HTTP/1.1\r\nhost: {self.host}\r\nconnection: close\r\n"
             writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
             pieces = []
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT_S):
                 while piece := await reader.read(1 << 16):
                     pieces.append(piece)
                     if seen is not None:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from weft.errors import EngineError, OptionError
 
-PATIENCE = 600.0  # seconds for a server to start
-SAID = 20  # last output lines that are shown if a server does not start
+START_TIMEOUT_S = 600.0  # for a server to start
+SHOWN_LINES = 20  # last output lines that are shown if a server does not start
 
 
 class Variant(NamedTuple):
@@ -58,7 +58,7 @@ def _check_command(variant: Variant) -> None:
 
 
 @contextlib.contextmanager
-def running(variant: Variant, key: str | None = None, patience: float = PATIENCE) -> Iterator[str]:
+def running(variant: Variant, key: str | None = None, timeout: float = START_TIMEOUT_S) -> Iterator[str]:
     """Yields the URL of a variant once it answers (with the API key). A server that was started here is ended after."""
     if variant.is_running:
         yield variant.target
@@ -71,7 +71,7 @@ def running(variant: Variant, key: str | None = None, patience: float = PATIENCE
         )
     except OSError as error:
         raise EngineError(f"cannot start {variant.name}: {command[0]}: {error.strerror}") from None
-    said: deque[str] = deque(maxlen=SAID)
+    said: deque[str] = deque(maxlen=SHOWN_LINES)
     assert process.stdout is not None
     # Reads the server's output all the time, so that a full pipe never blocks the server.
     listening = threading.Thread(target=said.extend, args=(process.stdout,), daemon=True)
@@ -79,7 +79,7 @@ def running(variant: Variant, key: str | None = None, patience: float = PATIENCE
     try:
         url = f"http://127.0.0.1:{port}"
         with _terminable():
-            _wait_for(url, key, process, patience, variant, said)
+            _wait_for(url, key, process, timeout, variant, said)
             yield url
     finally:
         _end(process)
@@ -90,11 +90,11 @@ def _end(process: subprocess.Popen[str]) -> None:
     """Ends a server and all its child processes, which form one process group."""
     # Background jobs of a shell ignore SIGINT, and so do their child processes. Then SIGTERM is sent.
     gently = signal.SIGTERM if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else signal.SIGINT
-    for how, patience in ((gently, 30), (signal.SIGKILL, 10)):
+    for how, timeout in ((gently, 30), (signal.SIGKILL, 10)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, how)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
+            process.wait(timeout)
 
 
 @contextlib.contextmanager
@@ -116,9 +116,9 @@ def _terminable() -> Iterator[None]:
 
 
 def _wait_for(
-    url: str, key: str | None, process: subprocess.Popen[str], patience: float, variant: Variant, said: deque[str]
+    url: str, key: str | None, process: subprocess.Popen[str], timeout: float, variant: Variant, said: deque[str]
 ) -> None:
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if process.poll() is not None:
             time.sleep(0.2)  # its last output may still be in the pipe
@@ -126,7 +126,7 @@ def _wait_for(
         if _answers(url, key):
             return
         time.sleep(0.2)
-    raise EngineError(f"{variant.name} does not answer at {url} after {patience:g} s; it said:\n{''.join(said)}")
+    raise EngineError(f"{variant.name} does not answer at {url} after {timeout:g} s; it said:\n{''.join(said)}")
 
 
 def _answers(url: str, key: str | None) -> bool:

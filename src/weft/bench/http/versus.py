@@ -23,8 +23,25 @@ COMPARED = {
     "p99_e2el_ms": False,
 }
 # Two-sided 95% quantiles of Student's distribution, for 1 to 15 degrees of freedom.
-STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-NORMAL = 1.96  # of the normal distribution; with a correction of 2.4 / freedom it is right to 0.002 from 16 on
+STUDENT_QUANTILES = (
+    12.71,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+)
+# The same quantile of the normal distribution. With a correction of 2.4 / freedom it is right to 0.002 from 16 on.
+NORMAL_QUANTILE = 1.96
 
 
 @dataclass(frozen=True)
@@ -41,9 +58,11 @@ class RatioInterval:
         return self.low is not None and self.high is not None and (self.low > 1 or self.high < 1)
 
 
-def turns(names: Sequence[str], repeats: int) -> list[str]:
-    """The order of runs: all variants in turn, every second round backwards. So a machine that slows down over time
-    favours no variant."""
+def run_order(names: Sequence[str], repeats: int) -> list[str]:
+    """The order of runs: all variants in turn, every second round backwards.
+
+    So a machine that slows down over time favours no variant.
+    """
     return [name for repeat in range(repeats) for name in (names if repeat % 2 == 0 else names[::-1])]
 
 
@@ -57,7 +76,7 @@ def ratio(first: Sequence[float], other: Sequence[float]) -> RatioInterval | Non
     if len(logs) < 2:
         return RatioInterval(math.exp(middle), None, None)
     freedom = len(logs) - 1
-    spreads = STUDENT[freedom - 1] if freedom <= len(STUDENT) else NORMAL + 2.4 / freedom
+    spreads = STUDENT_QUANTILES[freedom - 1] if freedom <= len(STUDENT_QUANTILES) else NORMAL_QUANTILE + 2.4 / freedom
     width = spreads * float(logs.std(ddof=1)) / math.sqrt(len(logs))
     return RatioInterval(math.exp(middle), math.exp(middle - width), math.exp(middle + width))
 

@@ -242,7 +242,7 @@ def of_trace(path: Path, *, rate_scale: float, duration: float | None, count: in
 def of_sharegpt(path: Path, count: int | None, random: np.random.Generator) -> list[RequestSpec]:
     """First questions of conversations with their answers, at most `count`, in random order.
 
-    All have time 0 and no lengths yet: the caller sets the times, and `prompts.counted` sets the lengths.
+    All have time 0 and no lengths yet: the caller sets the times, and `prompts.with_token_counts` sets the lengths.
     """
     try:
         conversations = json.loads(_read(path))

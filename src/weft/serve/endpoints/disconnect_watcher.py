@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 from starlette.types import Receive
 
-from weft.serve.engines.submitted_request import SubmittedRequest
+from weft.serve.engines.request_output_collector import RequestOutputCollector
 
 T = TypeVar("T")
 CLIENT_DISCONNECTED = "the client has disconnected"
@@ -19,7 +19,7 @@ class ClientDisconnected(Exception):
 class Canceller(Protocol):
     """Ends a request early: the client has disconnected, or has cancelled it."""
 
-    def attach(self, submitted: SubmittedRequest) -> None:
+    def attach(self, collector: RequestOutputCollector) -> None:
         """Sets the request to end. Ends it now if the reason already exists."""
         ...
 
@@ -29,7 +29,7 @@ class DisconnectWatcher:
 
     def __init__(self, receive: Receive) -> None:
         self._watching = asyncio.create_task(self._watch(receive))
-        self._submitted: SubmittedRequest | None = None
+        self._collector: RequestOutputCollector | None = None
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work`. If the client disconnects before it ends, cancels it and raises ClientDisconnected."""
@@ -42,11 +42,11 @@ class DisconnectWatcher:
         finally:
             task.cancel()
 
-    def attach(self, submitted: SubmittedRequest) -> None:
+    def attach(self, collector: RequestOutputCollector) -> None:
         """Sets the request that ends when the client disconnects. Ends it now if the client has disconnected."""
-        self._submitted = submitted
+        self._collector = collector
         if self._watching.done():
-            submitted.fail(CLIENT_DISCONNECTED)
+            collector.fail(CLIENT_DISCONNECTED)
 
     def close(self) -> None:
         self._watching.cancel()
@@ -54,5 +54,5 @@ class DisconnectWatcher:
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        if self._submitted is not None:
-            self._submitted.fail(CLIENT_DISCONNECTED)
+        if self._collector is not None:
+            self._collector.fail(CLIENT_DISCONNECTED)

@@ -8,26 +8,27 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import RequestError
-from weft.observe.engine_metrics import RequestDone
+from weft.observe.engine_metrics import FinishedRequestStats
 from weft.observe.tracing import RequestSpan
-from weft.serve.endpoints.background_response import RunRequest
-from weft.serve.endpoints.create_response import CreateResponse
 from weft.serve.endpoints.disconnect_watcher import Canceller, ClientDisconnected, DisconnectWatcher
 from weft.serve.endpoints.response_generator import respond
-from weft.serve.endpoints.responses_endpoints import ResponsesEndpoints
+from weft.serve.endpoints.responses_api.background_response import RunRequest
+from weft.serve.endpoints.responses_api.create_response import CreateResponse
+from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
 from weft.serve.engines.messages import EngineInfo, clock
-from weft.serve.errors import of_request
+from weft.serve.errors import from_request_error
 from weft.serve.http.middleware import request_id_headers
 from weft.serve.http.request_pacer import RequestPacer
 from weft.serve.log_limits import UnknownFieldLog
 from weft.serve.protocols.anthropic_bodies import MessagesBody, parse_message
 from weft.serve.protocols.embeddings import EmbeddingsBody, PoolingBody, RerankBody, ScoreBody
-from weft.serve.protocols.openai_bodies import ChatBody, CompletionBody, latency_targets
-from weft.serve.protocols.responses import ResponsesBody
+from weft.serve.protocols.latency_headers import latency_targets
+from weft.serve.protocols.openai_bodies import ChatBody, CompletionBody
+from weft.serve.protocols.responses_bodies import ResponsesBody
 from weft.serve.protocols.unsupported_fields import HEADER as IGNORED_HEADER
 from weft.serve.protocols.unsupported_fields import header_value, unknown_fields
 from weft.serve.requests.parsed_request import ParsedRequest, finite
-from weft.serve.requests.request_context import RequestContext, new_request_id
+from weft.serve.requests.request_context import RequestContext
 from weft.serve.server_state import ServerState
 
 B = TypeVar("B")
@@ -41,28 +42,28 @@ class InferenceEndpoints:
         self._pacer = RequestPacer()
         self._unknown_fields = UnknownFieldLog()
 
-    async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, CompletionBody, self._state.parser.completion)
+    async def handle_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, CompletionBody, self._state.parser.parse_completion)
 
-    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, ChatBody, self._state.parser.chat)
+    async def handle_chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, ChatBody, self._state.parser.parse_chat)
 
-    async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle_responses(self, scope: Scope, receive: Receive, send: Send) -> None:
         creation = CreateResponse(self._responses, scope["tenant"], receive, send)
         await self._infer(
             scope, receive, creation.send, ResponsesBody, creation.parse, run_in_background=creation.run_in_background
         )
 
-    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, EmbeddingsBody, self._state.parser.embedding)
+    async def handle_embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, EmbeddingsBody, self._state.parser.parse_pooling)
 
-    async def score(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, ScoreBody, self._state.parser.embedding)
+    async def handle_score(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, ScoreBody, self._state.parser.parse_pooling)
 
-    async def rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._infer(scope, receive, send, RerankBody, self._state.parser.embedding)
+    async def handle_rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._infer(scope, receive, send, RerankBody, self._state.parser.parse_pooling)
 
-    async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle_messages(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._infer(scope, receive, send, MessagesBody, partial(parse_message, self._state.parser))
 
     async def _infer(
@@ -76,35 +77,41 @@ class InferenceEndpoints:
     ) -> None:
         """Handles one inference request from the body to the last byte.
 
-        `run_in_background` takes over a background request, together with its place in the count of active requests.
+        `run_in_background` runs a background request. The request stays counted as active until that ends.
         """
         arrival = clock()
         state = self._state
         info = state.engine_info()
         state.check_not_draining()
         tenant, headers = scope["tenant"], scope["headers_by_name"]
-        with ExitStack() as admission:
-            admission.enter_context(state.admitted(tenant))
+        with ExitStack() as request_scope:
+            request_scope.enter_context(state.active_request(tenant))
             try:
                 state.engines.choose().check_queue()  # before the body is read
                 data = await state.body_reader.read(scope, receive)
-                watcher = admission.enter_context(closing(DisconnectWatcher(receive)))
+                watcher = request_scope.enter_context(closing(DisconnectWatcher(receive)))
                 context = RequestContext(
-                    tenant, state.salt(tenant), latency_targets(headers), arrival, new_request_id(), len(data)
+                    tenant=tenant,
+                    salt=state.salt(tenant),
+                    targets=latency_targets(headers),
+                    arrival=arrival,
+                    request_id=scope["request_id"].decode(),
+                    random_id=scope["random_id"],
+                    size=len(data),
                 )
                 body, parsed = await watcher.during(self._parse(data, body_type, parse, context, info))
                 parsed.headers += request_id_headers(scope)
-                state.metrics.started()
+                state.metrics.record_accepted()
                 run = partial(self._respond, parsed, body, scope)
                 if parsed.is_background and run_in_background is not None:
                     watcher.close()
-                    await run_in_background(parsed, run, admission)
+                    await run_in_background(parsed, run, request_scope)
                 else:
                     await run(watcher, send)
             except (ClientDisconnected, ConnectionResetError):
-                state.metrics.disconnected()
+                state.metrics.record_disconnect()
             except RequestError as error:
-                raise of_request(error) from None
+                raise from_request_error(error) from None
 
     async def _parse(
         self,
@@ -126,25 +133,26 @@ class InferenceEndpoints:
 
     async def _respond(self, parsed: ParsedRequest, body: Any, scope: Scope, watcher: Canceller, send: Send) -> None:
         generator = await respond(parsed, self._state.engines, self._state.metrics, watcher, send)
-        self._trace(generator.done, parsed, body, scope)
+        self._trace(generator.stats, parsed, body, scope)
 
-    def _trace(self, done: RequestDone | None, parsed: ParsedRequest, body: Any, scope: Scope) -> None:
-        if self._state.tracer is None or done is None:
+    def _trace(self, stats: FinishedRequestStats | None, parsed: ParsedRequest, body: Any, scope: Scope) -> None:
+        if self._state.tracer is None or stats is None:
             return
-        headers, model = scope["headers_by_name"], self._state.names[0]
+        headers, model = scope["headers_by_name"], self._state.model_names[0]
         self._state.tracer.request(
             RequestSpan(
-                done=done,
+                stats=stats,
                 arrival=parsed.arrival,
                 operation=_operation(body),
                 model=body.model or model,
                 response_model=model,
                 response_id=parsed.formatter.id,
+                request_id=scope["request_id"].decode(),
                 temperature=getattr(body, "temperature", None),  # embeddings have none
                 top_p=getattr(body, "top_p", None),
                 gap_target=finite(parsed.promise.promised_gap),
                 ttft_target=finite(parsed.promise.promised_ttft),
-                error="engine_error" if done.reason == "error" else None,
+                error="engine_error" if stats.reason == "error" else None,
                 traceparent=headers.get(b"traceparent", b"").decode("latin-1") or None,
                 tracestate=headers.get(b"tracestate", b"").decode("latin-1") or None,
             )

@@ -3,41 +3,40 @@
 import asyncio
 import random
 from collections.abc import Callable
-from typing import Any
 
 from starlette.types import Send
 
 from weft.errors import RequestError
-from weft.observe.engine_metrics import EngineMetrics, RequestDone
+from weft.observe.engine_metrics import EngineMetrics, FinishedRequestStats
 from weft.observe.metrics import ServerMetrics
 from weft.serve.endpoints.disconnect_watcher import CLIENT_DISCONNECTED, Canceller, ClientDisconnected
 from weft.serve.endpoints.token_times import TokenTimes
 from weft.serve.engines.engine_client import EngineClient
 from weft.serve.engines.engine_pool import EnginePool
 from weft.serve.engines.messages import SequenceEnd, clock
-from weft.serve.engines.submitted_request import SequenceUpdate, SubmittedRequest
-from weft.serve.errors import ApiError, of_request
-from weft.serve.output.choice import Choice
+from weft.serve.engines.request_output_collector import RequestOutputCollector, SequenceUpdate
+from weft.serve.errors import ApiError, from_request_error
+from weft.serve.output.choice import Choice, ChoiceDelta
 from weft.serve.protocols.formatter import Json, to_json
 from weft.serve.requests.parsed_request import TTFT_HEADER, ParsedRequest, finite
 
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
-
-FAILURES = ("engine_died", "step_failed", "shutdown")  # other error codes are refusals: nothing had started
+# Error codes of requests that had started. With any other code the request was refused before it started, so it is not
+# counted as finished.
+FAILURES = ("engine_died", "step_failed", "shutdown")
 
 
 async def respond(
     parsed: ParsedRequest, engines: EnginePool, metrics: ServerMetrics, watcher: Canceller, send: Send
 ) -> "ResponseGenerator":
-    """Runs a parsed request to its end on one engine. Returns its ResponseGenerator, which has the final counts."""
+    """Runs a parsed request to its end on one engine. Returns its ResponseGenerator, which has the final statistics."""
     engine = engines.choose(parsed.prompts)
     engine.check_queue(sum(prompt.params.n for prompt in parsed.prompts))
-    submitted = engine.submit(parsed.prompts, parsed.arrival)
-    watcher.attach(submitted)
-    generator = ResponseGenerator(parsed, engine, submitted, metrics.engines[engine.name])
+    collector = engine.submit(parsed.prompts, parsed.arrival)
+    watcher.attach(collector)
+    generator = ResponseGenerator(parsed, engine, collector, metrics.engines[engine.name])
     try:
         if parsed.stream:
             await generator.stream(send)
@@ -51,35 +50,35 @@ async def respond(
             generator.finish("error")
         raise
     finally:
-        engine.abort(submitted)  # the sequences that are still open
+        engine.abort(collector)  # the sequences that are still open
     return generator
 
 
 class ResponseGenerator:
-    """The answer to one submitted request: reads its updates, and sends chunks or one body."""
+    """The answer to one request: reads the updates of its sequences, and sends chunks or one body."""
 
     def __init__(
-        self, parsed: ParsedRequest, engine: EngineClient, submitted: SubmittedRequest, metrics: EngineMetrics
+        self, parsed: ParsedRequest, engine: EngineClient, collector: RequestOutputCollector, metrics: EngineMetrics
     ) -> None:
-        self.parsed, self.engine, self.submitted = parsed, engine, submitted
+        self.parsed, self.engine, self.collector = parsed, engine, collector
         self.times = TokenTimes(parsed, metrics)
         self.metrics = metrics
-        self.ends: dict[int, SequenceEnd] = {}  # the End of each stream, by index
-        self.done: RequestDone | None = None  # set at the end
-        self._left = len(parsed.choices)
-        self._opened: set[int] = set()
+        self.sequence_ends: dict[int, SequenceEnd] = {}  # by choice index
+        self.stats: FinishedRequestStats | None = None  # set at the end
+        self._remaining_choices = len(parsed.choices)
+        self._opened: set[int] = set()  # indices of choices whose first chunk was sent
 
     async def collect(self, send: Send) -> None:
-        while self._left:
-            for update in await self.submitted.updates():
+        while self._remaining_choices:
+            for update in await self.collector.updates():
                 self._check(update)
-                if self.parsed.choices[update.choice_index].reason is not None:
+                if self.parsed.choices[update.choice_index].finish_reason is not None:
                     continue  # a token that was in flight when a stop string ended the choice
                 if update.token is not None:
-                    self.times.token(update.choice_index, update.at)
-                self._take(update)
-        body = await self._made(
-            lambda: to_json(self.parsed.formatter.full_response(self.parsed.choices, self.summary()))
+                    self.times.record_token(update.choice_index, update.at)
+                self._apply_update(update)
+        body = await self._build_offloaded(
+            lambda: to_json(self.parsed.formatter.full_response(self.parsed.choices, self.final_fields()))
         )
         headers = [*JSON_HEADERS, *self._headers(), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -88,19 +87,19 @@ class ResponseGenerator:
 
     async def stream(self, send: Send) -> None:
         """Streams the answer. The response starts with the first token, so a refusal can still set the status."""
-        submitted, formatter, choices, times = self.submitted, self.parsed.formatter, self.parsed.choices, self.times
+        collector, formatter, choices, times = self.collector, self.parsed.formatter, self.parsed.choices, self.times
         started = False
-        counts = self.parsed.counts_always
+        shows_usage = self.parsed.usage_in_every_chunk
         try:
-            while self._left:
-                for update in await submitted.updates():
+            while self._remaining_choices:
+                for update in await collector.updates():
                     if update.token is None or update.end is not None:  # most are plain tokens and need no check
                         self._check(update)
                         if update.prompt_logprobs is not None:
-                            self._take(update)
+                            self._apply_update(update)
                             continue
                     choice = choices[update.choice_index]
-                    if choice.reason is not None:
+                    if choice.finish_reason is not None:
                         continue  # a token that was in flight when a stop string ended the choice
                     if not started:
                         headers = [*STREAM_HEADERS, *self._headers()]
@@ -109,19 +108,19 @@ class ResponseGenerator:
                     data = (
                         b""
                         if update.choice_index in self._opened
-                        else await self._open(choice, counts or self.parsed.counts_first)
+                        else await self._open_choice(choice, shows_usage or self.parsed.usage_in_first_chunk)
                     )
                     if update.token is not None:
-                        times.token(update.choice_index, update.at)
-                    delta = self._take(update)
+                        times.record_token(update.choice_index, update.at)
+                    delta = self._apply_update(update)
                     if delta is not None and (formatter.token_ids or not delta.is_empty):
-                        extras = {"usage": self._usage()} if counts else {}
-                        if not self._left and not self.parsed.includes_usage:
-                            extras = {**extras, "metrics": self.numbers()}
+                        extras = {"usage": self._usage()} if shows_usage else {}
+                        if not self._remaining_choices and not self.parsed.usage_in_last_chunk:
+                            extras = {**extras, "metrics": self.request_metrics()}
                         data += formatter.chunk(choice, delta, extras)
                     if data:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
-            last = formatter.last_chunk(self.summary()) if self.parsed.includes_usage else b""
+            last = formatter.last_chunk(self.final_fields()) if self.parsed.usage_in_last_chunk else b""
             await send({"type": "http.response.body", "body": last + formatter.done})
         except ApiError as error:
             if not started:
@@ -133,61 +132,64 @@ class ResponseGenerator:
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
         """Response headers. Without the TTFT promise if a prompt was too long to meet it even on an idle machine."""
-        if all(begin.is_promised for begin in self.submitted.first_tokens.values()):
+        if all(done.has_ttft_promise for done in self.collector.prefills_done.values()):
             return self.parsed.headers
         return [header for header in self.parsed.headers if header[0] != TTFT_HEADER]
 
-    def summary(self) -> Json:
-        return {"usage": self._usage(), "metrics": self.numbers()}
+    def final_fields(self) -> Json:
+        return {"usage": self._usage(), "metrics": self.request_metrics()}
 
-    def numbers(self) -> Json:
+    def request_metrics(self) -> Json:
         """Where this request's time went, in milliseconds.
 
         With several choices, each time is the slowest choice's, except ttft_ms: it belongs to the first token of the
         request. cached_tokens and preemptions are sums.
         """
         queue, prefill, decode = self._phases()
-        parsed, ends, begins = self.parsed, list(self.ends.values()), self.submitted.first_tokens.values()
-        predicted = [begin.predicted_ttft for begin in begins if begin.predicted_ttft is not None]
+        parsed, prefills = self.parsed, self.collector.prefills_done.values()
+        predicted = [done.predicted_ttft for done in prefills if done.predicted_ttft is not None]
         return {
             "queue_ms": _ms(queue),
             "prefill_ms": _ms(prefill),
             "decode_ms": _ms(decode),
             "ttft_ms": _ms(None if self.times.first is None else self.times.first - parsed.arrival),
             "largest_gap_ms": _ms(self.times.largest_gap),
-            "cached_tokens": self._cached(),
-            "preemptions": sum(end.preemptions for end in ends),
+            "cached_tokens": self._cached_tokens(),
+            "preemptions": sum(end.preemptions for end in self.sequence_ends.values()),
             "gap_target_ms": _ms(finite(parsed.promise.gap)),
             "ttft_target_ms": _ms(finite(parsed.promise.ttft)),
             "predicted_ttft_ms": _ms(max(predicted, default=None)),
         }
 
-    async def _open(self, choice: Choice, counts: bool) -> bytes:
+    async def _open_choice(self, choice: Choice, shows_usage: bool) -> bytes:
         self._opened.add(choice.index)
-        return await self._made(
-            lambda: self.parsed.formatter.first_chunk(choice, {"usage": self._usage()} if counts else {})
+        return await self._build_offloaded(
+            lambda: self.parsed.formatter.first_chunk(choice, {"usage": self._usage()} if shows_usage else {})
         )
 
-    async def _made(self, work: Callable[[], bytes]) -> bytes:
-        """Runs `work` in another thread if its result may be large, so that streams go on."""
+    async def _build_offloaded(self, build: Callable[[], bytes]) -> bytes:
+        """Runs `build` in another thread if its result may be large, so that streams go on."""
         if not self.parsed.may_be_large:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(None, work)
+            return build()
+        return await asyncio.get_running_loop().run_in_executor(None, build)
 
-    def _take(self, update: SequenceUpdate) -> Any:
-        """Passes an update to its choice. If the choice ends before its stream (a stop string), aborts the stream."""
+    def _apply_update(self, update: SequenceUpdate) -> ChoiceDelta | None:
+        """Passes an update to its choice. If a stop string ends the choice, aborts the sequence in the engine.
+
+        Returns what the update adds to the choice; None for prompt log probabilities.
+        """
         choice = self.parsed.choices[update.choice_index]
         if update.prompt_logprobs is not None:
             for position, found in enumerate(update.prompt_logprobs.found, start=update.prompt_logprobs.first):
                 choice.prompt_logprobs[position] = found
             return None
-        delta = choice.take(update)
+        delta = choice.append(update)
         if update.end is not None:
-            self.ends[update.choice_index] = update.end
-        if delta.reason is not None:
-            self._left -= 1
+            self.sequence_ends[update.choice_index] = update.end
+        if delta.finish_reason is not None:
+            self._remaining_choices -= 1
             if update.end is None:
-                self.engine.abort(self.submitted, update.choice_index)
+                self.engine.abort(self.collector, update.choice_index)
         return delta
 
     def _check(self, update: SequenceUpdate) -> None:
@@ -198,7 +200,7 @@ class ResponseGenerator:
             if update.rejected.kind == "error":
                 message = "the engine could not take the request; its log says more"
                 raise ApiError(503, message, code="step_failed", retry_after=1)
-            raise of_request(RequestError(update.rejected.message))
+            raise from_request_error(RequestError(update.rejected.message))
         if update.failure == CLIENT_DISCONNECTED:
             raise ClientDisconnected
         if update.failure == SHUT_DOWN:
@@ -218,39 +220,41 @@ class ResponseGenerator:
             "prompt_tokens": prompt,
             "completion_tokens": self.times.tokens,
             "total_tokens": prompt + self.times.tokens,
-            "prompt_tokens_details": {"cached_tokens": self._cached()},
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens()},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.parsed.choices)
             },
         }
 
-    def _cached(self) -> int:
+    def _cached_tokens(self) -> int:
         """Cached prompt tokens, counted once per prompt at its first choice. Its other choices share its blocks."""
         per_prompt = max(1, len(self.parsed.choices) // max(1, len(self.parsed.prompts)))
-        firsts = (self.submitted.first_tokens.get(index) for index in range(0, len(self.parsed.choices), per_prompt))
-        return sum(begin.cached_tokens for begin in firsts if begin is not None)
+        prefills = (self.collector.prefills_done.get(index) for index in range(0, len(self.parsed.choices), per_prompt))
+        return sum(done.cached_tokens for done in prefills if done is not None)
 
     def _phases(self) -> tuple[float | None, float | None, float | None]:
-        begins = self.submitted.first_tokens
-        queue = [begin.started - self.parsed.arrival for begin in begins.values()]
-        prefill = [begin.first_token - begin.started for begin in begins.values()]
-        decode = [max(0.0, self.times.last(index) - begin.first_token) for index, begin in begins.items()]
+        """Seconds in the queue, in prefill and in decode. Each is the slowest choice's; None: no choice got so far."""
+        prefills = self.collector.prefills_done
+        queue = [done.started - self.parsed.arrival for done in prefills.values()]
+        prefill = [done.first_token - done.started for done in prefills.values()]
+        decode = [max(0.0, self.times.last(index) - done.first_token) for index, done in prefills.items()]
         return max(queue, default=None), max(prefill, default=None), max(decode, default=None)
 
     def finish(self, reason: str | None = None) -> None:
+        """Adds the request to the metrics. `reason` is why it ended; None: as its choices ended."""
         if reason is None:
-            reason = "length" if all(choice.reason == "length" for choice in self.parsed.choices) else "stop"
-        self.done = self._summed_up(reason)
-        self.metrics.finished(self.done)
+            reason = "length" if all(choice.finish_reason == "length" for choice in self.parsed.choices) else "stop"
+        self.stats = self._stats(reason)
+        self.metrics.record_finished(self.stats)
 
-    def _summed_up(self, reason: str) -> RequestDone:
+    def _stats(self, reason: str) -> FinishedRequestStats:
         queue, prefill, decode = self._phases()
         elapsed = clock() - self.parsed.arrival
-        return RequestDone(
+        return FinishedRequestStats(
             reason=reason,
             prompt_tokens=sum(self.parsed.prompt_tokens),
             output_tokens=self.times.tokens,
-            cached_tokens=self._cached(),
+            cached_tokens=self._cached_tokens(),
             queue=elapsed if queue is None else queue,  # None: it never left the queue
             prefill=prefill,
             decode=decode,

@@ -23,7 +23,7 @@ class StatusEndpoints:
         self._state = state
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, 200, {"object": "list", "data": [self._card(name) for name in self._state.names]})
+        await send_json(send, 200, {"object": "list", "data": [self._card(name) for name in self._state.model_names]})
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = scope["path_params"]["name"]
@@ -50,8 +50,8 @@ class StatusEndpoints:
                 await send_json(send, 200, {"status": "ok"})
             case EngineHealth.SILENT:
                 raise ApiError(503, NO_RESPONSE, code="engine_silent", retry_after=10)
-            case EngineHealth.STARTING | EngineHealth.FATAL:
-                reason = engines.fatal or "the engine process is starting"
+            case EngineHealth.STARTING | EngineHealth.FAILED:
+                reason = engines.failure or "the engine process is starting"
                 raise ApiError(503, reason, code="engine_down", retry_after=2)
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +82,7 @@ class StatusEndpoints:
             200,
             {
                 "version": __version__,
-                "model": state.names[0],
+                "model": state.model_names[0],
                 "engine": None if info is None else msgspec.to_builtins(info),
                 "engine_options": asdict(state.engine_options),
                 "server_options": shown,

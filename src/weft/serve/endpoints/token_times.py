@@ -19,7 +19,7 @@ class TokenTimes:
         """When a choice got its latest token."""
         return self._last[index]
 
-    def token(self, index: int, now: float) -> None:
+    def record_token(self, index: int, now: float) -> None:
         """Records a token. Runs for every token."""
         self.tokens += 1
         last = self._last[index]
@@ -28,8 +28,8 @@ class TokenTimes:
             gap = now - last
             if gap > self.largest_gap:
                 self.largest_gap = gap
-            self.metrics.gap(gap, self._gap)
+            self.metrics.record_gap(gap, self._gap)
         else:
             if self.first is None:
                 self.first = now
-            self.metrics.first_token(now - self.parsed.arrival, self._ttft)
+            self.metrics.record_first_token(now - self.parsed.arrival, self._ttft)

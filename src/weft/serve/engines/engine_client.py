@@ -10,21 +10,22 @@ from weft.errors import QueueFullError, RequestError
 from weft.observe.engine_metrics import EngineStep
 from weft.serve.engines.engine_connection import EngineConnection, EngineLoad
 from weft.serve.engines.engine_folder import EngineFolder
-from weft.serve.engines.engine_process import DEATHS_WITHIN, EngineProcess, RestartBackoff
+from weft.serve.engines.engine_process import DEATHS_WITHIN_S, EngineProcess, RestartBackoff
+from weft.serve.engines.engine_prompt import EnginePrompt
 from weft.serve.engines.messages import EngineInfo, EngineProcessConfig, clock
-from weft.serve.engines.submitted_request import EnginePrompt, SubmittedRequest
+from weft.serve.engines.request_output_collector import RequestOutputCollector
 
 DIED = "the engine process died"
-LAST_MESSAGE = 0.05  # seconds to wait for the last message of a process that has exited
+LAST_MESSAGE_TIMEOUT_S = 0.05  # seconds to wait for the last message of a process that has exited
 
 
 class EngineHealth(enum.Enum):
-    """Whether an engine takes requests; the best first."""
+    """The states of an engine, in order of preference for a new request."""
 
     READY = "ready"
     SILENT = "silent"  # the process was ready, but shows no heartbeat now
     STARTING = "starting"  # no process is ready: one loads the model, or will be started
-    FATAL = "fatal"  # given up: no process will be started again
+    FAILED = "failed"  # no process will be started again
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class EngineCallbacks:
     on_step: Callable[[EngineStep], None]
     on_ready: Callable[[EngineInfo], str | None]  # returns why the engine must not serve, or None
     on_death: Callable[[], None]
-    on_given_up: Callable[[], None]
-    on_log: Callable[[str], None]
+    on_failure: Callable[[], None]  # no process will be started again
+    on_log_line: Callable[[str], None]
 
 
 class EngineClient:
@@ -43,7 +44,7 @@ class EngineClient:
 
     def __init__(self, name: str, config: EngineProcessConfig, events: EngineCallbacks) -> None:
         self.name = name  # the value of the label "engine" of its metrics
-        self.fatal: str | None = None  # why no process will be started again; None: one may be
+        self.failure: str | None = None  # why no process will be started again; None: one may be
         self._config, self._events = config, events
         self._restarts = RestartBackoff()
         self._process: EngineProcess | None = None
@@ -55,7 +56,7 @@ class EngineClient:
 
     @property
     def info(self) -> EngineInfo | None:
-        """Of the process that is ready. None: no process is ready."""
+        """The EngineInfo of the running process, or None if none is ready."""
         return None if self._connection is None or self._is_ending else self._connection.info
 
     @property
@@ -69,7 +70,7 @@ class EngineClient:
     @property
     def health(self) -> EngineHealth:
         if self.info is None:
-            return EngineHealth.STARTING if self.fatal is None else EngineHealth.FATAL
+            return EngineHealth.STARTING if self.failure is None else EngineHealth.FAILED
         return EngineHealth.SILENT if self._process is not None and self._process.is_silent else EngineHealth.READY
 
     def start(self) -> None:
@@ -86,9 +87,10 @@ class EngineClient:
     # Requests
 
     def check_queue(self, sequences: int = 1) -> None:
-        """Raises QueueFullError if the queue has no room for `sequences` more. Unread messages count too.
+        """Raises QueueFullError if the queue has no room for `sequences` more.
 
-        Raises RequestError if that many would not fit even into an idle engine.
+        Sequences that the engine has not read yet count as waiting. Raises RequestError if even an idle engine could
+        not hold `sequences`.
         """
         most, info = self._config.options["max_queued_requests"], self.info
         if most is None or info is None:
@@ -105,16 +107,19 @@ class EngineClient:
                 f"{max(0, waiting)} requests wait already, and {most} may (--max-queued-requests): try again later"
             )
 
-    def submit(self, prompts: Sequence[EnginePrompt], arrival: float) -> SubmittedRequest:
-        """Sends the prompts of one request. Sequences are ordered by prompt: all n of the first, then of the second."""
+    def submit(self, prompts: Sequence[EnginePrompt], arrival: float) -> RequestOutputCollector:
+        """Sends the prompts of one request. Sequences are ordered by prompt: all n of the first, then of the second.
+
+        Returns the collector of their outputs.
+        """
         if self._connection is None or self.info is None:  # the engine died while the request was read
-            return SubmittedRequest.failed(DIED)
+            return RequestOutputCollector.failed(DIED)
         return self._connection.submit(prompts, arrival)
 
-    def abort(self, submitted: SubmittedRequest, index: int | None = None) -> None:
+    def abort(self, collector: RequestOutputCollector, index: int | None = None) -> None:
         """Ends one sequence of a request, or all open ones. No further updates of them arrive."""
         if self._connection is not None:  # else the request has failed with it
-            self._connection.abort(submitted, index)
+            self._connection.abort(collector, index)
 
     def fail_requests(self, reason: str) -> None:
         """Ends all requests with an error."""
@@ -133,25 +138,25 @@ class EngineClient:
             try:
                 reason = await self._run() or DIED
             except Exception as error:
-                # Without `fatal`, a server that cannot start its engine would report "starting" for ever.
+                # Without `failure`, a server that cannot start its engine would report "starting" for ever.
                 reason = f"the engine process cannot be run: {str(error) or type(error).__name__}"
                 if not self._was_ready:
-                    self.fatal = reason
+                    self.failure = reason
             self._events.on_death()
-            self.fail_requests(self.fatal or reason)
+            self.fail_requests(self.failure or reason)
             self._process = self._connection = None
-            if self.fatal is not None or self._closing:
+            if self.failure is not None or self._closing:
                 break
             delay = self._restarts.delay(clock())
             if delay is None:
-                self.fatal = f"the engine process died {len(self._restarts)} times within {DEATHS_WITHIN:g} s"
+                self.failure = f"the engine process died {len(self._restarts)} times within {DEATHS_WITHIN_S:g} s"
                 if reason != DIED:
-                    self.fatal += f"; at last: {reason}"
+                    self.failure += f"; at last: {reason}"
                 break
-            self._events.on_log(f"{reason}; starting another")
+            self._events.on_log_line(f"{reason}; starting another")
             await asyncio.sleep(delay)
-        if self.fatal is not None:
-            self._events.on_given_up()
+        if self.failure is not None:
+            self._events.on_failure()
 
     async def _run(self) -> str | None:
         """Runs one engine process from start to exit. Returns why it was killed, or None if it exited by itself."""
@@ -170,9 +175,9 @@ class EngineClient:
                 if killed is not None:
                     return killed
                 if not reading.done():
-                    await asyncio.wait((reading,), timeout=LAST_MESSAGE)
+                    await asyncio.wait((reading,), timeout=LAST_MESSAGE_TIMEOUT_S)
                 if reading.done():
-                    self.fatal = reading.result()  # raises if a message could not be decoded
+                    self.failure = reading.result()  # raises if a message could not be decoded
             finally:
                 reading.cancel()
                 ended.cancel()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 PREFIX = "weft-"
 LOCK = "lock"
-LONGEST = 103  # bytes; longest socket path: the limit is 107 on Linux and 103 on macOS
-SETTLED = 60.0  # seconds; an unlocked folder of this age was left behind, and is not being created
+MOST_PATH = 103  # bytes; longest socket path: the limit is 107 on Linux and 103 on macOS
+STALE_AGE_S = 60.0  # seconds; an unlocked folder of this age was left behind, and is not being created
 
 
 class EngineFolder:
@@ -27,10 +27,10 @@ class EngineFolder:
             raise
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         socket = self.path / "engine"
-        if len(os.fsencode(socket)) > LONGEST:
+        if len(os.fsencode(socket)) > MOST_PATH:
             self.close()
             raise OSError(
-                f"the path of a socket, {socket}, has {len(os.fsencode(socket))} bytes, and may have {LONGEST}: "
+                f"the path of a socket, {socket}, has {len(os.fsencode(socket))} bytes, and may have {MOST_PATH}: "
                 "point TMPDIR to a folder with a shorter path"
             )
         self.address = f"ipc://{socket}"
@@ -47,7 +47,11 @@ def remove_stale_folders() -> int:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             about = folder.lstat()
-            if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or time.time() - about.st_mtime < SETTLED:
+            if (
+                not stat.S_ISDIR(about.st_mode)
+                or about.st_uid != os.getuid()
+                or time.time() - about.st_mtime < STALE_AGE_S
+            ):
                 continue
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # other programs' have none
             try:

@@ -30,16 +30,16 @@ from weft.engine.sequence_table import TokenEvent
 from weft.engine.simulator_profile import profile_of
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.observe.engine_metrics import EngineStep
-from weft.observe.steps import StepLog
+from weft.observe.step_log import StepLog
 from weft.serve.engines.heartbeat import Heartbeat
 from weft.serve.engines.messages import (
     AbortSequences,
-    AddRequest,
+    AddPrompt,
     EngineFailed,
     EngineInfo,
     EngineProcessConfig,
     EngineReady,
-    FirstToken,
+    PrefillDone,
     PromptLogprobs,
     RequestRejected,
     ResetPrefixCache,
@@ -51,15 +51,16 @@ from weft.serve.engines.messages import (
 )
 from weft.serve.log_limits import LogRateLimit
 
-SWITCH = 0.0005  # seconds; the longest time that another thread may hold the GIL while the loop waits for it
-MOST_FAILURES = 3  # failed steps in a row; then the device is not trusted and the process exits, to be replaced
-SHORT = 2048  # tokens; a prompt up to this length is hashed in the loop thread, which takes half a millisecond
-INTAKE_SHARE = 0.1  # share of the last step's time: the time limit for reading messages per step,
-LEAST_INTAKE = 0.001  # seconds; but the limit is at least this
-SOON = 1  # milliseconds between checks of prompts in preparation, while nothing else is to be done
-IDLE = 5000  # milliseconds between garbage collection checks of an idle process
-STDIN = 0  # file descriptor
-LINGER = 1000  # milliseconds that closing the socket may take to send the last messages
+GIL_SWITCH_S = 0.0005  # seconds that another thread may hold the GIL while the loop waits for it
+MOST_FAILURES = 3  # failed steps in a row. Then the process exits, and the API process starts another.
+INLINE_HASH_TOKENS = 2048  # a prompt up to this length is hashed in the loop thread, which takes half a millisecond
+# Between two steps, messages are read for at most this share of the last step's time, or LEAST_INTAKE_S if more.
+INTAKE_SHARE = 0.1
+LEAST_INTAKE_S = 0.001
+PREPARING_POLL_MS = 1  # poll interval while the only work is a prompt that another thread prepares
+IDLE_POLL_MS = 5000  # poll interval of an idle process, which checks for garbage collection each time
+STDIN_FD = 0
+LINGER_MS = 1000  # time that closing the socket may take to send the last messages
 
 
 def main() -> int:
@@ -72,13 +73,13 @@ def main() -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     heartbeat = Heartbeat(Path(config.heartbeat_file))
     heartbeat.start()
-    sys.setswitchinterval(SWITCH)
+    sys.setswitchinterval(GIL_SWITCH_S)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-    socket.setsockopt(zmq.LINGER, LINGER)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.set_hwm(0)
     socket.connect(config.address)
     try:
-        log = None if config.record_steps is None else StepLog(Path(config.record_steps))
+        step_log = None if config.record_steps is None else StepLog(Path(config.record_steps))
         options = EngineOptions.of(**config.options)
         engine = build_engine(options, Path(config.path), config.eos_ids, is_served=True)
     except (WeftError, OSError) as error:
@@ -88,7 +89,7 @@ def main() -> int:
     garbage_collection = GarbageCollection()
     garbage_collection.freeze()
     socket.send(encode(EngineReady(engine_info_of(engine, config.options))))
-    EngineServer(engine, socket, garbage_collection, heartbeat, log).run()
+    EngineProcessLoop(engine, socket, garbage_collection, heartbeat, step_log).run()
     return 1
 
 
@@ -122,8 +123,8 @@ def engine_info_of(engine: Engine, options: dict[str, Any]) -> EngineInfo:
     )
 
 
-class EngineServer:
-    """Runs one engine in one thread. Messages come and go through one socket."""
+class EngineProcessLoop:
+    """The loop of the engine process: reads messages, runs a step, sends its results. One thread, one socket."""
 
     def __init__(
         self,
@@ -131,21 +132,23 @@ class EngineServer:
         socket: "zmq.Socket[bytes]",
         garbage_collection: GarbageCollection,
         heartbeat: Heartbeat,
-        log: StepLog | None = None,
+        step_log: StepLog | None = None,
     ) -> None:
-        self.garbage_collection, self.heartbeat, self.log = garbage_collection, heartbeat, log
-        self.errors = LogRateLimit()
+        self.garbage_collection, self.heartbeat, self.step_log = garbage_collection, heartbeat, step_log
+        self.error_log = LogRateLimit()
         self.engine, self.loop, self.socket = engine, engine.loop, socket
         self.loop.on_record = self._keep_record
         self._sequences: dict[int, Sequence] = {}
         self._keys: dict[Sequence, int] = {}
-        self._opening: dict[AddRequest, Future[list[Sequence]]] = {}  # prompts that another thread is preparing
+        self._opening: dict[AddPrompt, Future[list[Sequence]]] = {}  # prompts that another thread is preparing
         # Two separate threads, so that hashing a long prompt never waits for a grammar of another request.
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weft-hash")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="weft-grammar")
         self._record: StepRecord | None = None
         self._failures = 0
-        self._taken = 0  # sequences accepted, rejected or aborted during preparation, since the process started
+        # Sequences that were accepted, rejected, or aborted in preparation, since the process started. The API process
+        # subtracts this from the number that it sent.
+        self._num_handled = 0
 
     def run(self) -> None:
         """Runs until MOST_FAILURES steps in a row have failed. `_end_with_parent` exits when the API process ends."""
@@ -153,23 +156,23 @@ class EngineServer:
             self.heartbeat.count_iteration(busy=self.loop.has_work)
             if not self.loop.has_work and not self._opening:
                 self.garbage_collection.collect_when_idle()
-            self._receive(0 if self.loop.has_work else SOON if self._opening else IDLE)
+            self._receive(0 if self.loop.has_work else PREPARING_POLL_MS if self._opening else IDLE_POLL_MS)
             for message in [message for message, opening in self._opening.items() if opening.done()]:
                 self._add(message, self._opening.pop(message).result)
             if self.loop.has_work:
                 self.heartbeat.count_iteration(busy=True)
                 self._run_step()
 
-    def _receive(self, patience: int) -> None:
-        """Reads and handles pending messages. Waits up to `patience` milliseconds for the first one.
+    def _receive(self, timeout_ms: int) -> None:
+        """Reads and handles pending messages. Waits up to `timeout_ms` for the first one.
 
         A burst of messages is spread over several steps, so that running sequences do not wait long while new ones are
         opened. The time limit grows with the step time, so that messages behind a burst are not delayed much.
         """
-        began, most = None, max(LEAST_INTAKE, INTAKE_SHARE * self.loop.last_seconds)
-        while self.socket.poll(patience):
+        began, most = None, max(LEAST_INTAKE_S, INTAKE_SHARE * self.loop.last_seconds)
+        while self.socket.poll(timeout_ms):
             self._handle(decode_for_engine(self.socket.recv()))
-            patience = 0
+            timeout_ms = 0
             now = self.loop.clock()
             began = now if began is None else began
             if now - began > most and self.loop.has_work:
@@ -177,7 +180,7 @@ class EngineServer:
 
     def _handle(self, message: ToEngine) -> None:
         match message:
-            case AddRequest():
+            case AddPrompt():
                 self._open(message)
             case AbortSequences(keys):
                 aborted = [
@@ -185,7 +188,7 @@ class EngineServer:
                 ]  # with all n sequences: none has started
                 for added in aborted:
                     self._opening.pop(added).cancel()
-                    self._taken += added.params.n
+                    self._num_handled += added.params.n
                 for key in keys:
                     if (sequence := self._sequences.pop(key, None)) is not None:
                         del self._keys[sequence]
@@ -195,8 +198,8 @@ class EngineServer:
             case ResetPrefixCache():
                 self.loop.scheduler.kv.clear_cache()
 
-    def _open(self, message: AddRequest) -> None:
-        """Makes a prompt's sequences. Long prompts and grammars are prepared in threads, so that no step waits."""
+    def _open(self, message: AddPrompt) -> None:
+        """Opens a prompt's sequences. Long prompts and grammars are prepared in other threads, so that no step waits."""
         prompt: Any = np.frombuffer(message.prompt, np.int32)
 
         def work() -> list[Sequence]:
@@ -204,13 +207,13 @@ class EngineServer:
 
         if message.params.structured_outputs is not None:
             self._opening[message] = self._compiling.submit(work)
-        elif len(prompt) > SHORT:
+        elif len(prompt) > INLINE_HASH_TOKENS:
             self._opening[message] = self._hashing.submit(work)
         else:
             self._add(message, work)
 
-    def _add(self, message: AddRequest, opened: Callable[[], list[Sequence]]) -> None:
-        self._taken += message.params.n
+    def _add(self, message: AddPrompt, opened: Callable[[], list[Sequence]]) -> None:
+        self._num_handled += message.params.n
         taken: list[Sequence] = []
         try:
             for sequence in opened():
@@ -222,7 +225,7 @@ class EngineServer:
                 self.loop.abort(sequence)
             kind = "queue_full" if isinstance(error, QueueFullError) else "request"
             if not isinstance(error, RequestError):
-                self.errors.write(traceback.format_exc())
+                self.error_log.write(f"weft: an error in request {message.request_id}:\n{traceback.format_exc()}")
                 kind = "error"
             self.socket.send(encode(RequestRejected(message.key, kind, str(error))))
             return
@@ -247,7 +250,7 @@ class EngineServer:
         text = traceback.format_exc()
         if not isinstance(error, EngineError):
             text += f"weft: a step failed ({self._failures} in a row)"
-        self.errors.write(text)
+        self.error_log.write(text)
         ends = [_end(key, sequence, None, "error") for key, sequence in self._sequences.items()]
         self._sequences.clear()
         self._keys.clear()
@@ -259,7 +262,7 @@ class EngineServer:
         tokens: list[int] = []
         step = self._last_step()
         if step is None and not self.loop.has_work:
-            step = self._idle_step()  # all were refused: no step follows that reports the empty queue
+            step = self._idle_step()  # all waiting requests were refused and no step ran: report the empty queue
         outputs = StepOutputs(keys, tokens, [], [], {}, [], step)
         key_of = self._keys
         for sequence, token, reason, logprobs, prompt_logprobs, first, embedding in events:
@@ -267,7 +270,7 @@ class EngineServer:
             if key is None:
                 continue  # aborted in the meantime
             if len(sequence.output) == 1 and token is not None:
-                outputs.first_tokens.append(_first_token(key, sequence))
+                outputs.prefills_done.append(_prefill_done(key, sequence))
             if logprobs is not None:
                 outputs.logprobs[key] = logprobs
             if embedding is not None:
@@ -275,7 +278,7 @@ class EngineServer:
             if prompt_logprobs is not None:
                 outputs.prompt_logprobs.append(PromptLogprobs(key, first + 1, prompt_logprobs))
             elif reason is not None:
-                outputs.ends.append(_end(key, sequence, token, reason))
+                outputs.sequence_ends.append(_end(key, sequence, token, reason))
                 del self._sequences[key], key_of[sequence]
             elif token is not None:
                 keys.append(key)
@@ -289,25 +292,25 @@ class EngineServer:
         """The current counters as a step without tokens, for when nothing runs."""
         now, scheduler = self.loop.clock(), self.loop.scheduler
         waiting, free = scheduler.num_waiting, scheduler.kv.pool.num_free
-        return EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, waiting, 0, free, taken=self._taken)
+        return EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, waiting, 0, free, num_handled=self._num_handled)
 
     def _keep_record(self, record: StepRecord) -> None:
         self._record = record
-        if self.log is not None:
-            self.log.write(record)
+        if self.step_log is not None:
+            self.step_log.write(record)
 
     def _last_step(self) -> EngineStep | None:
         record, self._record = self._record, None
         if record is None:
             return None
-        return EngineStep.of(record, self.loop.scheduler.queued_tokens, self._taken)
+        return EngineStep.of(record, self.loop.scheduler.queued_tokens, self._num_handled)
 
 
-def _first_token(key: int, sequence: Sequence) -> FirstToken:
+def _prefill_done(key: int, sequence: Sequence) -> PrefillDone:
     request = sequence.request
     started, first = request.started or 0.0, request.first_token or 0.0
-    predicted, is_promised = _finite(request.predicted_ttft), request.ttft_target < math.inf
-    return FirstToken(key, started, first, request.cached_tokens, predicted, is_promised)
+    predicted, has_promise = _finite(request.predicted_ttft), request.deadline < math.inf
+    return PrefillDone(key, started, first, request.cached_tokens, predicted, has_promise)
 
 
 def _end(key: int, sequence: Sequence, token: int | None, reason: str) -> SequenceEnd:
@@ -324,7 +327,7 @@ def _end_with_parent() -> None:
 
     Reads the descriptor, not `sys.stdin`: Python aborts at exit if a thread still holds the lock of `sys.stdin`.
     """
-    while os.read(STDIN, 4096):
+    while os.read(STDIN_FD, 4096):
         pass
     os._exit(0)
 

@@ -14,8 +14,8 @@ from weft.observe.metrics import ServerMetrics
 from weft.serve.engines.engine_client import EngineCallbacks, EngineClient, EngineHealth
 from weft.serve.engines.engine_connection import EngineLoad
 from weft.serve.engines.engine_folder import remove_stale_folders
+from weft.serve.engines.engine_prompt import EnginePrompt
 from weft.serve.engines.messages import EngineInfo, EngineProcessConfig
-from weft.serve.engines.submitted_request import EnginePrompt
 
 # Fields of EngineInfo that must be equal for all engines, because a request is checked before its engine is chosen.
 # The other fields are measured (gap_target, min_gap_target) or depend on free memory (num_blocks, max_model_len).
@@ -24,7 +24,7 @@ COMMON = (
     *("gap_source", "ttft_target", "ttft_target_per_1k", "ttft_source"),
 )
 STARVED_STEPS = 64  # after this number, one warning: the gap target leaves hardly any time for prefills
-STARVED = (
+STARVED_WARNING = (
     "the promised gap leaves prompts less than a quarter of the pace that --policy chunked would give them; "
     "raise --gap-target-ms, or leave it out (weft_starved_steps_total counts on)"
 )
@@ -53,19 +53,19 @@ class LeastLoadedRouter:
 
 
 class EnginePool:
-    """Owns the engine clients. The server is ready if one engine is. It fails when all engines are given up."""
+    """Owns the engine clients. The server is ready if one engine is. It fails when all engines have failed."""
 
     def __init__(
         self,
         config: EngineProcessConfig,
         metrics: ServerMetrics,
-        log: Callable[[str], None],
+        say: Callable[[str], None],
         router: EngineRouter | None = None,
     ) -> None:
         """Creates one engine for each one in `metrics`, all with the same config."""
-        self.changed = asyncio.Event()  # set when an engine becomes ready, or is given up
-        self._metrics, self._log = metrics, log
-        self._first: tuple[str, EngineInfo] | None = None  # the first engine that was ready; all must be like it
+        self.changed = asyncio.Event()  # set when an engine becomes ready, or has failed
+        self._metrics, self._say = metrics, say
+        self._first: tuple[str, EngineInfo] | None = None  # the first engine that was ready; all others must be like it
         several = len(metrics.engines) > 1
         self._router = router or (LeastLoadedRouter() if several else SingleEngineRouter())
         self.clients = tuple(
@@ -80,9 +80,9 @@ class EnginePool:
         events = EngineCallbacks(
             on_step=partial(self._step, metrics),
             on_ready=partial(self._ready, name, metrics),
-            on_death=metrics.lost,
-            on_given_up=partial(self._given_up, name),
-            on_log=(lambda line: self._log(f"engine {name}: {line}")) if several else self._log,
+            on_death=metrics.record_death,
+            on_failure=partial(self._engine_failed, name),
+            on_log_line=(lambda line: self._say(f"engine {name}: {line}")) if several else self._say,
         )
         return EngineClient(name, config, events)
 
@@ -103,14 +103,14 @@ class EnginePool:
 
     @property
     def health(self) -> EngineHealth:
-        """The health of the best engine."""
+        """The health of the engine in the best state."""
         found = {client.health for client in self.clients}
         return next(health for health in EngineHealth if health in found)
 
     @property
-    def fatal(self) -> str | None:
-        """Why no engine will be started again; None: one runs, or may be started."""
-        reasons = [(client.name, client.fatal) for client in self.clients if client.fatal is not None]
+    def failure(self) -> str | None:
+        """Why no engine will be started again. None: one runs, or may be started."""
+        reasons = [(client.name, client.failure) for client in self.clients if client.failure is not None]
         if len(reasons) < len(self.clients):
             return None
         if len({reason for _, reason in reasons}) == 1:
@@ -144,7 +144,7 @@ class EnginePool:
         await asyncio.gather(*(client.close() for client in self.clients))
 
     def choose(self, prompts: Sequence[EnginePrompt] = ()) -> EngineClient:
-        """The engine for a request: a ready one. If none is ready, any: the request fails there, or waits."""
+        """A ready engine. If none is ready, any engine: a request waits there if it is silent, else it fails."""
         ready = [client for client in self.clients if client.health is EngineHealth.READY]
         return self._router.choose(ready or self.clients, prompts)
 
@@ -158,29 +158,29 @@ class EnginePool:
             client.reset_cache()
 
     def _step(self, metrics: EngineMetrics, step: EngineStep) -> None:
-        metrics.step(step)
+        metrics.record_step(step)
         if step.starved and self._metrics.starved_steps == STARVED_STEPS:
-            self._log(STARVED)
+            self._say(STARVED_WARNING)
 
     def _ready(self, name: str, metrics: EngineMetrics, info: EngineInfo) -> str | None:
         self._first = self._first or (name, info)
         if reason := _difference(info, self._first[1]):
             return f"its {reason} in engine {self._first[0]}"
-        metrics.ready(info.block_size, info.num_blocks)
+        metrics.record_start(info.block_size, info.num_blocks)
         self.changed.set()
         return None
 
-    def _given_up(self, name: str) -> None:
-        if self.fatal is None:  # otherwise the server exits and prints the reason
-            reason = next(client.fatal for client in self.clients if client.name == name)
-            self._log(f"engine {name} is given up: {reason}")
+    def _engine_failed(self, name: str) -> None:
+        if self.failure is None:  # otherwise the server exits and prints the reason
+            reason = next(client.failure for client in self.clients if client.name == name)
+            self._say(f"engine {name} has failed and is not started again: {reason}")
         self.changed.set()
 
 
 def _difference(info: EngineInfo, other: EngineInfo) -> str | None:
     """A field that must be equal for both but is not, with both values. None: all are equal."""
     for field in COMMON:
-        own, its = getattr(info, field), getattr(other, field)
-        if own != its:
-            return f"{field} is {own}, but {its}"
+        value, expected = getattr(info, field), getattr(other, field)
+        if value != expected:
+            return f"{field} is {value}, but {expected}"
     return None

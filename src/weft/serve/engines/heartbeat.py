@@ -10,11 +10,11 @@ import struct
 import threading
 from pathlib import Path
 
-BEAT = 0.5  # seconds between two beats
-CHECK_INTERVAL = 1.0  # seconds between two checks by the API process
-SILENT = 5  # checks without a beat, after which the engine counts as down and requests are refused
-WEDGED = 20  # checks without a beat, after which the engine is replaced
-STUCK = 300  # checks within one iteration of the loop, after which the engine is replaced: longer than any step
+BEAT_INTERVAL_S = 0.5  # time between two beats
+CHECK_INTERVAL_S = 1.0  # time between two checks by the API process
+SILENT_CHECKS = 5  # checks without a beat, after which the engine counts as down and requests are refused
+WEDGED_CHECKS = 20  # checks without a beat, after which the engine is replaced
+STUCK_CHECKS = 300  # checks within one iteration of the loop, after which the engine is replaced: longer than any step
 
 LAYOUT = struct.Struct("=QQQ")  # beats, iterations, and whether the loop has work
 
@@ -37,37 +37,37 @@ class Heartbeat:
 
     def _beat(self) -> None:
         beats, over = 0, threading.Event()
-        while not over.wait(BEAT):
+        while not over.wait(BEAT_INTERVAL_S):
             beats += 1
             struct.pack_into("=Q", self._map, 0, beats)
 
 
 class HeartbeatMonitor:
-    """The API process's side: reads the counts. `check` must be called every CHECK_INTERVAL seconds."""
+    """The API process's side: reads the counts. `check` must be called every CHECK_INTERVAL_S seconds."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(LAYOUT.size))
         self._map = _mapped(path)
         self._last = (0, 0)
-        self._silent = self._same = 0  # checks since the last beat, and since the last iteration
+        self._silent = self._unchanged = 0  # checks since the last beat, and since the last iteration
 
     def check(self) -> None:
         beats, iterations, busy = LAYOUT.unpack_from(self._map)
         self._silent = 0 if beats != self._last[0] else self._silent + 1
-        self._same = 0 if iterations != self._last[1] or not busy else self._same + 1
+        self._unchanged = 0 if iterations != self._last[1] or not busy else self._unchanged + 1
         self._last = beats, iterations
 
     @property
     def is_silent(self) -> bool:
-        return self._silent >= SILENT
+        return self._silent >= SILENT_CHECKS
 
     @property
     def failure(self) -> str | None:
         """Why the engine must be replaced, or None."""
-        if self._silent >= WEDGED:
-            return f"the engine process did not respond for {WEDGED * CHECK_INTERVAL:.0f} s"
-        if self._same >= STUCK:
-            return f"a step of the engine did not end within {STUCK * CHECK_INTERVAL:.0f} s"
+        if self._silent >= WEDGED_CHECKS:
+            return f"the engine process did not respond for {WEDGED_CHECKS * CHECK_INTERVAL_S:.0f} s"
+        if self._unchanged >= STUCK_CHECKS:
+            return f"a step of the engine did not end within {STUCK_CHECKS * CHECK_INTERVAL_S:.0f} s"
         return None
 
     def close(self) -> None:

@@ -33,8 +33,8 @@ class EngineProcessConfig(msgspec.Struct):
     heartbeat_file: str = ""  # path; see heartbeat.py
 
 
-class AddRequest(msgspec.Struct, tag="add", array_like=True, eq=False):
-    """One prompt. Its `params.n` sequences have the keys key, key + 1, ..."""
+class AddPrompt(msgspec.Struct, tag="add", array_like=True, eq=False):
+    """Adds one prompt with `params.n` sequences, which have the keys key, key + 1, ..."""
 
     key: int
     prompt: bytes  # token ids, int32
@@ -42,6 +42,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, eq=False):
     options: RequestOptions
     salt: str
     arrival: float
+    request_id: str = ""  # of the HTTP request, for the log
 
 
 class AbortSequences(msgspec.Struct, tag="abort", array_like=True):
@@ -54,7 +55,7 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True):
     """Drops all cached prefixes, of every salt."""
 
 
-ToEngine = AddRequest | AbortSequences | ResetPrefixCache
+ToEngine = AddPrompt | AbortSequences | ResetPrefixCache
 
 
 # From the engine
@@ -106,29 +107,34 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
     info: EngineInfo
 
 
-class EngineFailed(msgspec.Struct, tag="fatal", array_like=True):
+class EngineFailed(msgspec.Struct, tag="failed", array_like=True):
     """The engine cannot start, and a retry would fail too: a wrong option, an unusable model."""
 
     message: str
 
 
 class RequestRejected(msgspec.Struct, tag="rejected", array_like=True):
-    """The engine rejected a prompt. All sequences of the AddRequest with this key have ended."""
+    """The engine rejected a prompt. All sequences of the AddPrompt with this key have ended.
+
+    A prompt is *rejected* before the scheduler takes it: it is invalid, the queue is full, or adding it failed. A
+    sequence is *refused* later, by the scheduler's policy: it gets a SequenceEnd with the reason "refused".
+    """
 
     key: int
     kind: str  # "request" (it can never run), "queue_full", "error" (an internal error)
     message: str
 
 
-class FirstToken(NamedTuple):
-    """A sequence got its first token."""
+class PrefillDone(NamedTuple):
+    """The prefill of a sequence is done. The message that carries this also has the sequence's first token."""
 
     key: int
     started: float  # start of the first step that contained it
-    first_token: float
+    first_token: float  # end of the step that sampled its first token
     cached_tokens: int
     predicted_ttft: float | None
-    is_promised: bool = True  # False: no TTFT target, or one that even an idle machine cannot meet for this prompt
+    # False: there is no TTFT target, it is only a goal (source DEFAULT), or even an idle machine could not meet it.
+    has_ttft_promise: bool = True
 
 
 class SequenceEnd(NamedTuple):
@@ -155,8 +161,8 @@ class StepOutputs(msgspec.Struct, tag="outputs", array_like=True):
 
     keys: list[int]  # sequences that got a token and continue
     tokens: list[int]  # one token per key, in the same order
-    first_tokens: list[FirstToken]
-    ends: list[SequenceEnd]
+    prefills_done: list[PrefillDone]  # of sequences that got their first token
+    sequence_ends: list[SequenceEnd]
     logprobs: dict[int, TokenLogprobs]  # by key, if asked for; includes last tokens
     prompt_logprobs: list[PromptLogprobs]
     step: EngineStep | None

@@ -30,7 +30,7 @@ class AllowedOrigins:
         """`named`: allowed origins, "*" for all; None: pages of this machine."""
         self._named = None if named is None else frozenset(origin.encode() for origin in named)
 
-    def open_to(self, origin: bytes | None) -> bytes | None:
+    def allowed(self, origin: bytes | None) -> bytes | None:
         """The value of access-control-allow-origin. None: no such header, so the page cannot read the answer."""
         if origin is None:
             return None
@@ -38,13 +38,13 @@ class AllowedOrigins:
             return origin if _LOCAL.fullmatch(origin) else None
         return b"*" if b"*" in self._named else origin if origin in self._named else None
 
-    def headers(self, open_to: bytes | None) -> list[Header]:
+    def headers(self, allowed_origin: bytes | None) -> list[Header]:
         """CORS headers of every response. `vary` keeps caches from serving one page's answer to another page."""
         found: list[Header] = []
         if self._named is None or self._named:
             found.append((b"vary", b"Origin"))
-        if open_to is not None:
-            found += [(b"access-control-allow-origin", open_to), (b"access-control-expose-headers", EXPOSED)]
+        if allowed_origin is not None:
+            found += [(b"access-control-allow-origin", allowed_origin), (b"access-control-expose-headers", EXPOSED)]
         return found
 
 

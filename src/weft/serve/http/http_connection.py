@@ -1,4 +1,4 @@
-"""Connection: uvicorn's HTTP protocol with limits on what a client may do before it is authenticated.
+"""HttpConnection: uvicorn's HTTP protocol with limits on what a client may do before it is authenticated.
 
 The head of a request is limited in size and time. The overhead of a chunked body (extensions, and trailers, which are
 dropped) is limited in size. A client that stops reading its answer is disconnected. Pipelined requests are ignored.
@@ -17,12 +17,16 @@ from weft.serve.errors import ApiError
 from weft.serve.protocols.formatter import to_json
 
 MOST_HEAD = 1 << 18  # bytes; the largest request line with headers
-HEAD_TIMEOUT = 30.0  # seconds; the most that receiving them may take
-WRITE_TIMEOUT = 60.0  # seconds that a client may leave a full send buffer unread
-MOST_AROUND = 1 << 16  # bytes; limit for the overhead of a chunked body,
-AROUND_BYTE = 16  # plus so many for each body byte: a chunk of one byte has an overhead of six
-FIRST_LOOK = 0.005  # seconds from the client's end of file to the first check for it; short answers are sent by then
-LAST_LOOK = 1.0  # seconds; longest time between checks: each waits twice as long as the one before
+HEAD_TIMEOUT_S = 30.0  # the most that receiving them may take
+WRITE_TIMEOUT_S = 60.0  # time that a client may leave a full send buffer unread
+# Bytes of chunk headers and trailers that any chunked body may have, and more for each byte of the body itself. A chunk
+# of one byte has an overhead of six.
+MOST_OVERHEAD = 1 << 16
+MOST_OVERHEAD_PER_BYTE = 16
+# Time between the client's FIN and the first check whether the client is still connected. Most short answers have been
+# sent by then. Each later check waits twice as long as the one before, up to the last time.
+FIRST_LIVENESS_CHECK_S = 0.005
+LAST_LIVENESS_CHECK_S = 1.0
 NO_UPGRADES = "this server speaks HTTP/1.1 alone: send the request without an upgrade to another protocol"
 
 
@@ -31,31 +35,33 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._stuck: asyncio.TimerHandle | None = None
-        self._look: asyncio.TimerHandle | None = None
-        self._late: asyncio.TimerHandle | None = None
-        self._ignoring = False
-        self._read = self._body = 0  # bytes since the head, with and without chunk overhead
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._liveness_timer: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._ignores_request = False  # a pipelined request: it is dropped
+        self._wire_bytes = self._body_bytes = 0  # since the head, with and without the overhead of chunks
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._stuck, self._late, self._look):
+        for timer in (self._write_timer, self._head_timer, self._liveness_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether to keep the connection open: yes, if a complete request still waits for its answer."""
+        """Returns True to keep the connection open, if a complete request has not been answered yet."""
         if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
             return False
         if self.transport.get_extra_info("sslcontext") is not None:  # Python's TLS closes both directions at once
             return False
         self.cycle.keep_alive = False
-        if self._look is None:
-            self._look = self.loop.call_later(FIRST_LOOK, self._look_for_client, FIRST_LOOK)
+        if self._liveness_timer is None:
+            self._liveness_timer = self.loop.call_later(
+                FIRST_LIVENESS_CHECK_S, self._check_liveness, FIRST_LIVENESS_CHECK_S
+            )
         return True
 
-    def _look_for_client(self, waited: float) -> None:
+    def _check_liveness(self, waited: float) -> None:
         """Aborts the connection if the client has closed it completely, and not only its writing side.
 
         Both cases look the same here: the last packet (FIN) only says that the client sends no more. To tell them
@@ -67,14 +73,14 @@ class HttpConnection(HttpToolsProtocol):
         cycle = self.cycle
         if self.transport.is_closing() or cycle.response_complete:
             return
-        if waited == FIRST_LOOK and not cycle.response_started and cycle.scope["http_version"] == "1.1":
+        if waited == FIRST_LIVENESS_CHECK_S and not cycle.response_started and cycle.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         connection = self.transport.get_extra_info("socket")
         if connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        delay = min(2 * waited, LAST_LOOK)
-        self._look = self.loop.call_later(delay, self._look_for_client, delay)
+        delay = min(2 * waited, LAST_LIVENESS_CHECK_S)
+        self._liveness_timer = self.loop.call_later(delay, self._check_liveness, delay)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -86,12 +92,12 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._in_head:
-            self._head += len(data)
-            if self._head > MOST_HEAD:
+            self._head_bytes += len(data)
+            if self._head_bytes > MOST_HEAD:
                 self.send_400_response(f"the head of the request has more than {MOST_HEAD} bytes")
         elif not was_in_head:
-            self._read += len(data)
-            if self._read - self._body > MOST_AROUND + AROUND_BYTE * self._body:
+            self._wire_bytes += len(data)
+            if self._wire_bytes - self._body_bytes > MOST_OVERHEAD + MOST_OVERHEAD_PER_BYTE * self._body_bytes:
                 self.send_400_response("the body has too many trailers or extensions of its chunks")
 
     def _feed(self, data: bytes) -> None:
@@ -127,34 +133,34 @@ class HttpConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._in_head = False
-        self._read = self._body = 0
-        if self._late is not None:
-            self._late.cancel()
+        self._wire_bytes = self._body_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
         if self.cycle is not None and not self.cycle.response_complete:
             # A pipelined request would hide that the client of the first one has disconnected.
-            self._ignoring = True
+            self._ignores_request = True
             self.cycle.keep_alive = False
             return
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._body += len(body)
-        if not self._ignoring:
+        self._body_bytes += len(body)
+        if not self._ignores_request:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._ignoring and not self.parser.should_upgrade():
+        if not self._ignores_request and not self.parser.should_upgrade():
             super().on_message_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._stuck is None:
-            self._stuck = self.loop.call_later(WRITE_TIMEOUT, self.transport.abort)
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        if self._stuck is not None:
-            self._stuck.cancel()
-            self._stuck = None
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
@@ -168,13 +174,13 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.close()
 
     def _expect_head(self) -> None:
-        self._in_head, self._head = True, 0
-        late: Any = self._late
-        if late is not None:
-            late.cancel()
-        self._late = self.loop.call_later(HEAD_TIMEOUT, self._give_up)
+        self._in_head, self._head_bytes = True, 0
+        timer: Any = self._head_timer
+        if timer is not None:
+            timer.cancel()
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close_late_head)
 
-    def _give_up(self) -> None:
+    def _close_late_head(self) -> None:
         answering = self.cycle is not None and not self.cycle.response_complete
         if self._in_head and not answering and not self.transport.is_closing():
             self.transport.close()

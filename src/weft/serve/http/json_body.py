@@ -18,9 +18,9 @@ from weft.files import MOST_DEPTH, is_too_deep
 from weft.serve.errors import ApiError
 
 T = TypeVar("T")
-LARGE = 1 << 17  # bytes; a body up to this size is decoded in one call: a few milliseconds at most
-QUICK = 1 << 15  # bytes; decoding up to this size takes less time than handing it to a thread
-PIECE = 1 << 14  # bytes of a list of token ids that are decoded in one call
+LARGE_BODY = 1 << 17  # bytes; a body up to this size is decoded in one call: a few milliseconds at most
+INLINE_BODY = 1 << 15  # bytes; decoding up to this size takes less time than handing it to a thread
+IDS_PIECE = 1 << 14  # bytes of a list of token ids that are decoded in one call
 MOST_VALUES = 100_000  # in a large body, without token ids: a chat of 30,000 messages has so many
 MOST_LISTS = 2048  # lists of token ids in one field
 _SPACE = b" \t\r\n"
@@ -39,15 +39,15 @@ def parse_all(data: bytes, kind: type[T], names: frozenset[str] = frozenset()) -
     """
     struct: Any = kind  # mypy does not know that it has fields and is hashable
     may_be_deep = data.count(b"[") + data.count(b"{") > MOST_DEPTH
-    if len(data) <= LARGE:
-        whole, others = _at_once(data, kind)
+    if len(data) <= LARGE_BODY:
+        whole, others = _decode_small(data, kind)
         if may_be_deep:
             _check_depth({name: getattr(whole, name) for name in struct.__struct_fields__})
         return whole, others
-    raws, others = _apart(data, struct, names)
+    raws, others = _split_large(data, struct, names)
     fields = {name: ids for name, raw in raws.items() if (ids := _token_ids(raw)) is not None}
     texts = {name: raw for name, raw in raws.items() if name not in fields}
-    if hold_too_many(texts.values()):
+    if have_too_many_values(texts.values()):
         raise ApiError(400, f"the body has more than {MOST_VALUES} values (objects, lists, numbers, texts) in it")
     decoded = {name: msgspec.json.decode(raw) for name, raw in texts.items()}
     if may_be_deep:
@@ -56,7 +56,7 @@ def parse_all(data: bytes, kind: type[T], names: frozenset[str] = frozenset()) -
     return msgspec.convert(fields, kind, strict=False), others
 
 
-def _at_once(data: bytes, kind: Any) -> tuple[Any, dict[str, bytes]]:
+def _decode_small(data: bytes, kind: Any) -> tuple[Any, dict[str, bytes]]:
     """Decodes a small body, and its unknown fields. Most bodies have none and are decoded only once."""
     try:
         return msgspec.json.decode(data, type=_strict(kind), strict=False), {}
@@ -68,7 +68,7 @@ def _at_once(data: bytes, kind: Any) -> tuple[Any, dict[str, bytes]]:
     return whole, {name: bytes(raw) for name, raw in every.items() if name not in kind.__struct_fields__}
 
 
-def _apart(data: bytes, kind: Any, names: frozenset[str]) -> tuple[dict[str, bytes], dict[str, bytes]]:
+def _split_large(data: bytes, kind: Any, names: frozenset[str]) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """The fields of a large body that `kind` defines, and the others. None of them is decoded."""
     own = kind.__struct_fields__
     unread = _unread(kind.__name__, (*own, *(names - {*own})))
@@ -107,7 +107,7 @@ def _unread(kind: str, names: tuple[str, ...]) -> Any:
     return msgspec.defstruct(f"Unread{kind}", [(name, msgspec.Raw, None) for name in names])
 
 
-def hold_too_many(texts: Iterable[bytes]) -> bool:
+def have_too_many_values(texts: Iterable[bytes]) -> bool:
     """Whether JSON texts together have more than MOST_VALUES values. Invalid JSON is harmless."""
     texts = list(texts)
     if sum(_values(text, 0, len(text)) for text in texts) <= MOST_VALUES:  # upper bound: counts commas in strings
@@ -139,7 +139,7 @@ def _string_end(text: bytes, at: int) -> int:
     end = text.find(b'"', at)
     if end >= 0 and text[end - 1 : end] != b"\\":  # no escaped quote: the common case
         return end + 1
-    while (inside := _INSIDE.match(text, at, at + PIECE)) is not None and inside.end() > at:
+    while (inside := _INSIDE.match(text, at, at + IDS_PIECE)) is not None and inside.end() > at:
         at = inside.end()
     return min(at + 1, len(text))
 
@@ -149,7 +149,7 @@ _INSIDE = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # the inside of a strin
 
 def _token_ids(raw: bytes) -> list[Any] | None:
     """A list of integers, or a list of such lists. None if the (valid) JSON is something else."""
-    if raw[:PIECE].translate(None, _OF_NUMBERS) or raw.translate(None, _OF_NUMBERS):  # most fail early
+    if raw[:IDS_PIECE].translate(None, _OF_NUMBERS) or raw.translate(None, _OF_NUMBERS):  # most fail early
         return None
     lists = raw.count(b"[")
     if lists == 1:
@@ -170,7 +170,7 @@ def _cut(numbers: bytes) -> Iterator[bytes]:
     """Splits a list without its brackets into pieces, at commas."""
     start = 0
     while start < len(numbers):
-        end = numbers.find(b",", start + PIECE)
+        end = numbers.find(b",", start + IDS_PIECE)
         end = len(numbers) if end < 0 else end
         yield numbers[start:end]
         start = end + 1

@@ -1,4 +1,4 @@
-"""ApiMiddleware: authentication, rate limits, body limits and error responses for every request.
+"""ApiMiddleware: authentication, CORS headers and error responses for every request.
 
 Pure ASGI, so that a streamed token costs only one extra `send` call.
 """
@@ -8,9 +8,7 @@ import hashlib
 import hmac
 import re
 import secrets
-import time
 import traceback
-from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,12 +21,10 @@ from weft.serve.http.cors import PREFLIGHT, SAFE_METHODS, AllowedOrigins, check_
 from weft.serve.log_limits import LogRateLimit
 from weft.serve.protocols.formatter import to_json
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version"))  # open: probes have no keys, and nothing is revealed
+# Paths that need no key: probes have none, and nothing is revealed.
+OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version"))
 ANTHROPIC = "/v1/messages"  # this path and all paths under it use Anthropic's API
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
-BODY_TIMEOUT = 30.0  # seconds; the most that a client may take to send its body
-TOGETHER = 256 << 20  # bytes; limit for all incomplete bodies together, but at least four of the largest
-UNCOUNTED = 1 << 16  # bytes of each body that do not count: a connection buffers that many anyway
 
 
 class ApiKeys:
@@ -53,43 +49,6 @@ class ApiKeys:
         raise ApiError(401, "the API key is not one that this server knows", code="invalid_api_key")
 
 
-class RateLimits:
-    """Limits per API key: concurrent requests, and requests per minute."""
-
-    def __init__(self, per_minute: int | None, concurrent: int | None) -> None:
-        self.per_minute, self.concurrent = per_minute, concurrent
-        self.running: Counter[str] = Counter()
-        self._recent: dict[str, deque[float]] = {}
-
-    def enter(self, tenant: str) -> None:
-        if self.concurrent is not None and self.running[tenant] >= self.concurrent:
-            raise ApiError(
-                429,
-                f"{self.running[tenant]} requests of this key run already, which is all that may: wait for one to end",
-                code="concurrency",
-                retry_after=1,
-            )
-        if self.per_minute is not None:
-            self._count(tenant, self.per_minute)
-        self.running[tenant] += 1
-
-    def leave(self, tenant: str) -> None:
-        self.running[tenant] -= 1
-        if not self.running[tenant]:
-            del self.running[tenant]
-
-    def _count(self, tenant: str, most: int) -> None:
-        now = time.monotonic()
-        recent = self._recent.setdefault(tenant, deque())
-        while recent and recent[0] <= now - 60:
-            recent.popleft()
-        if len(recent) >= most:
-            wait = recent[0] + 60 - now
-            message = f"{most} requests of this key came within a minute, and no more may: try again in {wait:.0f} s"
-            raise ApiError(429, message, code="rate_limit", retry_after=wait)
-        recent.append(now)
-
-
 class ApiMiddleware:
     """The outermost ASGI layer: authentication, error objects for every failure, and the count of responses."""
 
@@ -98,12 +57,12 @@ class ApiMiddleware:
         app: ASGIApp,
         keys: ApiKeys,
         metrics: ServerMetrics,
-        log: LogRateLimit,
+        error_log: LogRateLimit,
         paths: Iterable[str],
         origins: Iterable[str] | None = None,
         root_path: str = "",
     ) -> None:
-        self.app, self.keys, self.metrics, self.log = app, keys, metrics, log
+        self.app, self.keys, self.metrics, self.error_log = app, keys, metrics, error_log
         self.paths = frozenset(paths)
         self.origins = AllowedOrigins(origins)
         self.root_path = root_path  # a proxy may keep this prefix of the path, or remove it
@@ -119,50 +78,51 @@ class ApiMiddleware:
             scope["path"] = scope["path"].removeprefix(self.root_path)
         status = 0
 
-        async def counted(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *self.origins.headers(open_to)]
+                message["headers"] = [*message["headers"], *self.origins.headers(allowed_origin)]
             await send(message)
 
         scope["headers_by_name"] = headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
-        scope["request_id"] = given if _ID.fullmatch(given) else secrets.token_hex(12).encode()
-        open_to = self.origins.open_to(headers.get(b"origin"))
+        scope["random_id"] = random_id = secrets.token_hex(12)
+        scope["request_id"] = given if _ID.fullmatch(given) else random_id.encode()
+        allowed_origin = self.origins.allowed(headers.get(b"origin"))
         scope["app"] = self  # makes the router raise HTTPException for an unknown path
         try:
-            if open_to and scope["method"] == "OPTIONS":  # a CORS preflight of a browser, which has no key
-                await send_json(counted, 200, {}, PREFLIGHT)
+            if allowed_origin and scope["method"] == "OPTIONS":  # a CORS preflight of a browser, which has no key
+                await send_json(send_and_note_status, 200, {}, PREFLIGHT)
                 return
-            if scope["method"] not in SAFE_METHODS and open_to is None:
+            if scope["method"] not in SAFE_METHODS and allowed_origin is None:
                 check_origin(headers)
             if scope["path"] not in OPEN_PATHS:
                 scope["tenant"] = self.keys.tenant(headers)
-            await self.app(scope, receive, counted)
+            await self.app(scope, receive, send_and_note_status)
         except ApiError as error:
             if not status:
                 self._note(error)
-                await _fail(counted, error, scope)
+                await _fail(send_and_note_status, error, scope)
         except HTTPException as error:
             if not status:
-                await _refuse(counted, error, scope)
+                await _refuse(send_and_note_status, error, scope)
         except asyncio.CancelledError:  # the server shuts down
             if not status:
                 ending = ApiError(503, "the server is shutting down", code="draining", retry_after=5)
-                await _fail(counted, ending, scope)
+                await _fail(send_and_note_status, ending, scope)
         except Exception:
-            self.log.write(traceback.format_exc())
+            self.error_log.write(f"weft: an error in request {scope['request_id'].decode()}:\n{traceback.format_exc()}")
             if not status:
                 wrong = ApiError(500, "something went wrong inside the server; its log says more", code="internal")
-                await _fail(counted, wrong, scope)
+                await _fail(send_and_note_status, wrong, scope)
         finally:
             path = scope.get("weft_route", "other")
-            self.metrics.responded(path if path in self.paths else "other", status or 499)
+            self.metrics.record_response(path if path in self.paths else "other", status or 499)
 
     def _note(self, error: ApiError) -> None:
         if error.code in REFUSALS:
-            self.metrics.refused(error.code)
+            self.metrics.record_refused(error.code)
 
 
 async def _refuse(send: Send, error: HTTPException, scope: Scope) -> None:
@@ -199,49 +159,3 @@ async def send_json(send: Send, status: int, body: Any, headers: Iterable[tuple[
     every = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data)), *headers]
     await send({"type": "http.response.start", "status": status, "headers": every})
     await send({"type": "http.response.body", "body": data})
-
-
-class BodyReader:
-    """Reads request bodies. Limits the size of each, and the sum of all incomplete ones."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most  # bytes of one body
-        self.most_together = max(TOGETHER, 4 * most)
-        self.held = 0  # bytes of incomplete bodies, without the first UNCOUNTED bytes of each
-
-    async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """Returns the whole body of a request. Raises if it takes longer than BODY_TIMEOUT."""
-        length = scope["headers_by_name"].get(b"content-length", b"")
-        if length.isdigit() and int(length) > self.most:
-            raise _too_large(int(length), self.most)
-        body = bytearray()  # not a list of pieces: they may be tiny, and each would be an object
-        counted = 0
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ConnectionResetError
-                    body += message.get("body", b"")
-                    if len(body) > self.most:
-                        raise _too_large(len(body), self.most)
-                    if not message.get("more_body", False):
-                        return bytes(body)
-                    more = max(0, len(body) - UNCOUNTED) - counted
-                    self._check(more)
-                    self.held, counted = self.held + more, counted + more
-        except TimeoutError:
-            raise ApiError(400, f"the body did not come within {BODY_TIMEOUT:g} s", code="body_timeout") from None
-        finally:
-            self.held -= counted
-
-    def _check(self, more: int) -> None:
-        """Raises if incomplete bodies would hold too much. Small bodies do not count, so stalled ones block none."""
-        if more and self.held + more > self.most_together:
-            message = f"unfinished bodies have {self.held} bytes, and {self.most_together} may be: try again later"
-            raise ApiError(503, message, code="bodies_full", retry_after=1)
-
-
-def _too_large(size: int, limit: int) -> ApiError:
-    message = f"the body has {size} bytes or more, and {limit} are allowed (--max-body-mb)"
-    return ApiError(413, message, code="body_too_large")

@@ -16,7 +16,7 @@ class RequestPacer:
         self._is_free = True
 
     async def wait(self) -> None:
-        """Waits for the context's turn. The turn ends with the pass of the event loop, or when the context awaits."""
+        """Waits until this request may be parsed. The next request follows in the next pass of the event loop."""
         loop = asyncio.get_running_loop()
         if self._is_free:
             self._is_free = False

@@ -1,4 +1,4 @@
-"""Choice: the visible output of one stream: text, reasoning, tool calls, log probabilities and finish reason."""
+"""Choice: the visible output of one sequence: text, reasoning, tool calls, log probabilities and finish reason."""
 
 import secrets
 from collections.abc import Sequence
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from weft.engine.executor import TokenLogprobs
 from weft.engine.params import SamplingParams
-from weft.serve.engines.submitted_request import SequenceUpdate
+from weft.serve.engines.request_output_collector import SequenceUpdate
 from weft.serve.output.token_offsets import TokenOffsets, WithheldLogprobs
-from weft.text.output import TextStream
 from weft.text.reasoning import ReasoningParser
+from weft.text.text_stream import TextStream
 from weft.text.tokenizer import Tokenizer
 from weft.text.tools import ToolCallDelta, ToolParser, make_tool_parser
 
@@ -25,18 +25,18 @@ class ChoiceDelta(NamedTuple):
     calls: list[ToolCallDelta]
     token: int | None
     logprobs: TokenLogprobs | None
-    reason: str | None  # finish reason; set on the last delta
+    finish_reason: str | None  # set on the last delta
     offset: int = 0  # character where the token starts in the text; only set with logprobs
     text_logprobs: Sequence[TokenLogprobs] = NO_LOGPROBS  # of the tokens in `text`, which may include earlier tokens
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to show, such as for a token that is only part of a character."""
-        return not (self.text or self.reasoning or self.calls or self.reason or self.logprobs)
+        return not (self.text or self.reasoning or self.calls or self.finish_reason or self.logprobs)
 
 
 class Choice:
-    """The output so far. `take` adds an update and returns the new part, for streaming."""
+    """The output so far. `append` adds an update and returns the new part, for streaming."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Choice:
         self.calls: list[dict[str, Any]] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []  # of all output tokens
-        self.offsets: list[int] = []  # where they start in the text, even if a stop string then cuts it off
+        self.offsets: list[int] = []  # of each token: where it starts in the text, before a stop string cuts that
         self.text_logprobs: list[TokenLogprobs] = []  # of tokens in visible text only: no reasoning, no tool calls
         # By position, because a preempted request may send a position twice.
         self.prompt_logprobs: dict[int, TokenLogprobs] = {} if prompt_logprobs is None else prompt_logprobs
-        self.reason: str | None = None
+        self.finish_reason: str | None = None
         self.reasoning_tokens = 0
         self.stop_reason: str | int | None = None  # the stop string or stop token id that ended the choice
         self._stop_ids = frozenset(params.stop_token_ids or ())
@@ -96,8 +96,8 @@ class Choice:
     def reasoning(self) -> str:
         return "".join(self._reasoning_texts)
 
-    def take(self, update: SequenceUpdate) -> ChoiceDelta:
-        """Takes one update and returns its delta. The choice is over if the delta has a `reason`."""
+    def append(self, update: SequenceUpdate) -> ChoiceDelta:
+        """Adds one update and returns what it adds. The choice is over if the delta has a `finish_reason`."""
         token = update.token
         reason = update.end.reason if update.end is not None else None
         text = ""
@@ -116,8 +116,8 @@ class Choice:
         if not self._plain:
             delta = self._split(delta)
         self._texts.append(delta.text)
-        self.reason = delta.reason
-        return delta if self._token_offsets is None else self._described(delta)
+        self.finish_reason = delta.finish_reason
+        return delta if self._token_offsets is None else self._with_logprobs(delta)
 
     def _measure(self, token: int, found: TokenLogprobs, reason: str | None) -> int:
         """Where a token starts in the text. Keeps its log probabilities until its text is shown."""
@@ -133,11 +133,11 @@ class Choice:
             self._withheld.add_text(self._token_offsets.end())
         return start
 
-    def _described(self, delta: ChoiceDelta) -> ChoiceDelta:
+    def _with_logprobs(self, delta: ChoiceDelta) -> ChoiceDelta:
         """The delta with the log probabilities of its text and the offset of its token."""
         if delta.reasoning:
-            self._withheld.take(delta.reasoning)
-        text_logprobs = self._withheld.take(delta.text) if delta.text else []
+            self._withheld.release(delta.reasoning)
+        text_logprobs = self._withheld.release(delta.text) if delta.text else []
         if delta.calls:
             self._withheld.clear()
         self.text_logprobs += text_logprobs
@@ -146,7 +146,7 @@ class Choice:
 
     def _split(self, delta: ChoiceDelta) -> ChoiceDelta:
         """Splits the text of a delta into reasoning, visible text and tool calls."""
-        text, thought, reason = delta.text, "", delta.reason
+        text, thought, reason = delta.text, "", delta.finish_reason
         if self._reasoning is not None:
             thought, text = self._reasoning.push(text)
             if delta.token is not None and (self._reasoning.is_thinking or (thought and not text)):

@@ -33,7 +33,7 @@ class TokenOffsets:
         return max(before, self.length - len(own)), text
 
     def end(self) -> str:
-        """The text of an incomplete last character, at the end of the stream."""
+        """The text of an incomplete last character, after the last token."""
         text = self._detokenizer.flush()
         self.length += len(text)
         return text
@@ -62,17 +62,17 @@ class WithheldLogprobs:
         """Adds text that belongs to no visible token."""
         self._text += text
 
-    def take(self, shown: str) -> list[TokenLogprobs]:
+    def release(self, shown: str) -> list[TokenLogprobs]:
         """The log probabilities of the tokens in `shown`. Drops all tokens before it."""
-        # Hidden text (a tag) comes before visible text. Text that is still withheld after it is the start of a tag.
-        place = 0 if self._in_order else self._text.rfind(shown)
-        if place < 0:  # a parser has changed the text
-            place, shown = 0, self._text
-        start = self._start + place
+        # Searched from the right: hidden text (a tag) comes before `shown`. What follows may be the start of a tag.
+        index = 0 if self._in_order else self._text.rfind(shown)
+        if index < 0:  # a parser has changed the text
+            index, shown = 0, self._text
+        start = self._start + index
         end = start + len(shown)
         taken = [found for first, last, found in self._tokens if first < end and last > start]
         self._tokens = [token for token in self._tokens if token[0] >= end]
-        self._text = self._text[place + len(shown) :]
+        self._text = self._text[index + len(shown) :]
         self._start = end
         return taken
 

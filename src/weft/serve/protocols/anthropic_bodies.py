@@ -68,20 +68,20 @@ async def parse_message(
 ) -> ParsedRequest:
     """A chat request with Anthropic's answer format. `max_tokens` may exceed the context: it is then lowered."""
     formatter = MessagesFormatter(
-        f"msg_{context.request_id}", parser.model, body.max_tokens, body.service_tier, _omits(body)
+        f"msg_{context.response_id}", parser.model, body.max_tokens, body.service_tier, _omits(body)
     )
     template = parser.texts.template
-    chat = await parser.texts.run_in_thread(context.size, lambda: as_chat(body, template.takes_late_system))
-    parsed = await parser.chat(chat, context, info, formatter, fits=True)
-    parsed.includes_usage = parsed.counts_first = True  # usage in the last and in the first event
+    chat = await parser.texts.run_offloaded(context.size, lambda: as_chat(body, template.takes_late_system))
+    parsed = await parser.parse_chat(chat, context, info, formatter, fits=True)
+    parsed.usage_in_last_chunk = parsed.usage_in_first_chunk = True  # usage in the last and in the first event
     return parsed
 
 
 async def count_tokens(parser: RequestParser, body: CountTokensBody, size: int) -> int:
     """Number of tokens of the prompt. `size` is the body's size in bytes, as in RequestContext."""
     template = parser.texts.template
-    prompt = await parser.texts.run_in_thread(size, lambda: as_prompt(body, template.takes_late_system))
-    return len(await parser.prompts.chat_token_ids(prompt, size))
+    prompt = await parser.texts.run_offloaded(size, lambda: as_prompt(body, template.takes_late_system))
+    return len(await parser.prompt_reader.chat_token_ids(prompt, size))
 
 
 def as_prompt(body: CountTokensBody, late_system: bool = True) -> TokenizeBody:
@@ -133,41 +133,42 @@ def _conversation(body: CountTokensBody, late_role: str) -> list[Json]:
 
     Until the end of this function `content` is a list: appending to one long string would copy it each time.
     """
-    talk: list[Json] = []
+    chat: list[Json] = []
     if texts := _texts(body.system, "system") if body.system else []:
-        talk.append({"role": "system", "content": texts})
+        chat.append({"role": "system", "content": texts})
     for number, message in enumerate(body.messages):
         where = f"messages[{number}]"
         match message.get("role"):
             case "user":
-                _add_user(talk, _blocks(message.get("content"), where), where)
+                _add_user(chat, _blocks(message.get("content"), where), where)
             case "assistant":
-                _add_assistant(talk, _blocks(message.get("content"), where), where)
+                _add_assistant(chat, _blocks(message.get("content"), where), where)
             case "system":
-                _say(talk, late_role, _texts(message.get("content"), where))
+                _add_text(chat, late_role, _texts(message.get("content"), where))
             case role:
                 raise RequestError(f"{where}: the role {role!r:.40} is unknown: choose user, assistant or system")
-    if not body.messages or not talk:
+    if not body.messages or not chat:
         raise RequestError("messages is empty: at least one message is needed")
-    if talk[-1].get("tool_calls"):
+    if chat[-1].get("tool_calls"):
         raise RequestError("messages: the last one calls a tool: send the tool_result as a message of the user")
-    for said in talk:
-        said["content"] = "\n".join(said["content"]) if said["content"] or "tool_calls" not in said else None
-    return talk
+    for message in chat:
+        texts = message["content"]
+        message["content"] = "\n".join(texts) if texts or "tool_calls" not in message else None
+    return chat
 
 
-def _say(talk: list[Json], role: str, texts: list[str]) -> None:
-    if talk and talk[-1]["role"] == role:
-        talk[-1]["content"] += texts
+def _add_text(chat: list[Json], role: str, texts: list[str]) -> None:
+    if chat and chat[-1]["role"] == role:
+        chat[-1]["content"] += texts
     else:
-        talk.append({"role": role, "content": texts})
+        chat.append({"role": role, "content": texts})
 
 
-def _add_user(talk: list[Json], blocks: list[Json], where: str) -> None:
+def _add_user(chat: list[Json], blocks: list[Json], where: str) -> None:
     for block in blocks:
         match block.get("type"):
             case "text":
-                _say(talk, "user", [_text(block, where)])
+                _add_text(chat, "user", [_text(block, where)])
             case "tool_result":
                 id = block.get("tool_use_id")
                 if not isinstance(id, str):
@@ -175,23 +176,23 @@ def _add_user(talk: list[Json], blocks: list[Json], where: str) -> None:
                 texts = _texts(block.get("content"), where)
                 if block.get("is_error") is True and not "".join(texts[:1]).startswith("Error"):
                     texts = [f"Error: {''.join(texts[:1])}", *texts[1:]]  # chat messages have no error flag
-                talk.append({"role": "tool", "tool_call_id": id, "content": texts})
+                chat.append({"role": "tool", "tool_call_id": id, "content": texts})
             case kind:
                 raise _unreadable(kind, where)
 
 
-def _add_assistant(talk: list[Json], blocks: list[Json], where: str) -> None:
+def _add_assistant(chat: list[Json], blocks: list[Json], where: str) -> None:
     for block in blocks:
         match block.get("type"):
             case "text":
-                _say(talk, "assistant", [_text(block, where)])
+                _add_text(chat, "assistant", [_text(block, where)])
             case "tool_use":
                 name, id, input = block.get("name"), block.get("id"), block.get("input", {})
                 if not isinstance(name, str) or not isinstance(id, str) or not isinstance(input, dict):
                     raise RequestError(f"{where}: a tool_use needs an id, a name and an input, which is an object")
-                _say(talk, "assistant", [])
+                _add_text(chat, "assistant", [])
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": input}}
-                talk[-1].setdefault("tool_calls", []).append(call)
+                chat[-1].setdefault("tool_calls", []).append(call)
             case "thinking" | "redacted_thinking":
                 pass  # earlier reasoning is not put into the prompt
             case kind:

@@ -34,7 +34,9 @@ class MessagesFormatter:
 
     def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
         text, calls = delta.text, delta.calls
-        if self._open == "text" and text and not (calls or delta.reasoning or delta.reason):  # most are plain text
+        if (
+            self._open == "text" and text and not (calls or delta.reasoning or delta.finish_reason)
+        ):  # most are plain text
             return _TEXT % (self._index, to_json(text))
         data = b""
         if delta.reasoning:
@@ -50,7 +52,7 @@ class MessagesFormatter:
             if call.id is not None:
                 data += self._end() + self._begin("tool_use", id=call.id, name=call.name, input={})
             data += self._arguments(call)
-        return data + self._end() if delta.reason is not None else data
+        return data + self._end() if delta.finish_reason is not None else data
 
     def last_chunk(self, extras: Json) -> bytes:
         assert self._choice is not None  # set by first_chunk
@@ -87,7 +89,7 @@ class MessagesFormatter:
         sequence = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         if sequence is not None:
             reason = "stop_sequence"
-        elif choice.reason == "length":
+        elif choice.finish_reason == "length":
             reason = "max_tokens" if output_tokens >= self.max_tokens else "model_context_window_exceeded"
         else:
             reason = "tool_use" if choice.calls else "end_turn"

@@ -40,10 +40,10 @@ class ChatFormatter(OpenAIFormatter):
 
     def first_chunk(self, choice: Choice, extras: Json) -> bytes:
         shown = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return self._slow(shown, {**self._about_prompt(choice), **extras})
+        return self._encoded_chunk(shown, {**self._about_prompt(choice), **extras})
 
     def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
-        text, reasoning, calls, reason = delta.text, delta.reasoning, delta.calls, delta.reason
+        text, reasoning, calls, reason = delta.text, delta.reasoning, delta.calls, delta.finish_reason
         if self._is_plain and not (extras or reason or reasoning or calls):
             return b"%s%d%s%s%s" % (self._head, choice.index, _CHAT_TEXT, to_json(text), _CHAT_END)
         message: Json = {}
@@ -65,7 +65,7 @@ class ChatFormatter(OpenAIFormatter):
             shown["stop_reason"] = choice.stop_reason
         if self.token_ids:
             shown["token_ids"] = [] if delta.token is None else [delta.token]
-        return self._slow(shown, extras)
+        return self._encoded_chunk(shown, extras)
 
     def full_response(self, choices: Sequence[Choice], extras: Json) -> Json:
         about = self._about_prompt(choices[0])
@@ -95,9 +95,9 @@ class ChatFormatter(OpenAIFormatter):
         return {**shown, "token_ids": choice.tokens} if self.token_ids else shown
 
     def _finish(self, choice: Choice) -> str | None:
-        if self.legacy and choice.calls and choice.reason in ("stop", "tool_calls"):
+        if self.legacy and choice.calls and choice.finish_reason in ("stop", "tool_calls"):
             return "function_call"
-        return choice.reason
+        return choice.finish_reason
 
     def _about_prompt(self, choice: Choice) -> Json:
         about: Json = {}

@@ -54,31 +54,31 @@ class CompletionFormatter(OpenAIFormatter):
         ids, text = self.prompts[choice.index // self.per_prompt]
         shown: Json = {"index": choice.index, "text": text if self.echo else "", "finish_reason": None}
         shown["logprobs"] = None
-        if self._describes_prompt:
+        if self._shows_prompt_logprobs:
             shown["logprobs"] = self._lists(self._of_prompt(choice, ids), self._prompt_offsets(ids))
         if self.token_ids:
             shown.update(prompt_token_ids=list(ids), token_ids=[])
         if self.prompt_logprobs:
             shown["prompt_logprobs"] = self._all_prompt_logprobs(choice, len(ids))
-        return self._slow(shown, self._billed(extras))
+        return self._encoded_chunk(shown, self._with_shown_usage(extras))
 
     def chunk(self, choice: Choice, delta: ChoiceDelta, extras: Json) -> bytes:
-        if self._is_plain and not (extras or delta.reason):
+        if self._is_plain and not (extras or delta.finish_reason):
             end = _TEXT_END if not self.token_ids else _TEXT_END_WITH_ID % delta.token
             return b"%s%d%s%s%s" % (self._head, choice.index, _TEXT, to_json(delta.text), end)
         text = delta.text if self.generates else ""
-        shown: Json = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": delta.reason}
+        shown: Json = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": delta.finish_reason}
         if self.logprobs is not None and self.generates:
-            shown["logprobs"] = self._due(choice, delta)
-            if not (text or shown["logprobs"] or delta.reason or self.token_ids):
+            shown["logprobs"] = self._shown_logprobs(choice, delta)
+            if not (text or shown["logprobs"] or delta.finish_reason or self.token_ids):
                 return b""
-        if delta.reason is not None:
+        if delta.finish_reason is not None:
             shown["stop_reason"] = choice.stop_reason
         if self.token_ids:
             shown["token_ids"] = [] if delta.token is None or not self.generates else [delta.token]
-        return self._slow(shown, self._billed(extras))
+        return self._encoded_chunk(shown, self._with_shown_usage(extras))
 
-    def _due(self, choice: Choice, delta: ChoiceDelta) -> Json | None:
+    def _shown_logprobs(self, choice: Choice, delta: ChoiceDelta) -> Json | None:
         """The log probabilities to send with a delta.
 
         Tokens in withheld text must wait, because a stop string may still remove that text.
@@ -87,7 +87,7 @@ class CompletionFormatter(OpenAIFormatter):
         if delta.logprobs is not None:
             waiting.append((delta.offset, delta.logprobs))
         length = self._streamed[choice.index] = self._streamed.get(choice.index, 0) + len(delta.text)
-        everything = delta.reason is not None or self.tokenizer is None
+        everything = delta.finish_reason is not None or self.tokenizer is None
         due = [one for one in waiting if everything or one[0] < length]
         if not due:
             return None
@@ -95,7 +95,7 @@ class CompletionFormatter(OpenAIFormatter):
         return self._lists([found for _, found in due], self._shifted(choice, (at for at, _ in due), length))
 
     def last_chunk(self, extras: Json) -> bytes:
-        return super().last_chunk(self._billed(extras))
+        return super().last_chunk(self._with_shown_usage(extras))
 
     def full_response(self, choices: Sequence[Choice], extras: Json) -> Json:
         shown: list[msgspec.Raw] = []
@@ -107,9 +107,9 @@ class CompletionFormatter(OpenAIFormatter):
             shown += [
                 msgspec.Raw(to_json(self._choice(choice, len(shown) + place))) for place, choice in enumerate(group)
             ]
-        return {**self._envelope("text_completion"), "choices": shown, **self._billed(extras)}
+        return {**self._envelope("text_completion"), "choices": shown, **self._with_shown_usage(extras)}
 
-    def _billed(self, extras: Json) -> Json:
+    def _with_shown_usage(self, extras: Json) -> Json:
         """With max_tokens=0, usage does not count the one token that the engine always samples."""
         if self.generates or "usage" not in extras:
             return extras
@@ -117,7 +117,7 @@ class CompletionFormatter(OpenAIFormatter):
         return {**extras, "usage": {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}}
 
     @property
-    def _describes_prompt(self) -> bool:
+    def _shows_prompt_logprobs(self) -> bool:
         return self.echo and self.logprobs is not None
 
     def _choice(self, choice: Choice, index: int) -> Json:
@@ -135,7 +135,7 @@ class CompletionFormatter(OpenAIFormatter):
             "index": index,
             "text": prompt + text if self.echo else text,
             "logprobs": lists,
-            "finish_reason": choice.reason,
+            "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
         if self.prompt_logprobs:

@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 
 from weft.engine.pooling import Vector, finished
 from weft.errors import RequestError
-from weft.serve.engines.submitted_request import SequenceUpdate
+from weft.serve.engines.request_output_collector import SequenceUpdate
 from weft.serve.output.choice import NO_CALLS, Choice, ChoiceDelta
 from weft.serve.protocols.formatter import to_json
 from weft.serve.protocols.openai_bodies import CompletionBody, Count, Json, Whole
@@ -115,10 +115,10 @@ class EmbeddingChoice(Choice):
 
     embedding: bytes | None = None
 
-    def take(self, update: SequenceUpdate) -> ChoiceDelta:
+    def append(self, update: SequenceUpdate) -> ChoiceDelta:
         if update.end is not None:
-            self.reason, self.embedding = update.end.reason, update.embedding
-        return ChoiceDelta("", "", NO_CALLS, None, None, self.reason)
+            self.finish_reason, self.embedding = update.end.reason, update.embedding
+        return ChoiceDelta("", "", NO_CALLS, None, None, self.finish_reason)
 
     def vector(self, dimensions: int | None = None, normalize: bool = True) -> Vector:
         assert self.embedding is not None, "the engine sends it with the end"

@@ -3,18 +3,15 @@
 Null means that a field was left out. unsupported_fields.py handles other fields.
 """
 
-import math
-import re
-from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from weft.engine.params import MAX_ALLOWED, MAX_COUNT, MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from weft.errors import RequestError
-from weft.serve.errors import ApiError, of_json
+from weft.serve.errors import ApiError, from_json_error
 
 Json = dict[str, Any]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -45,7 +42,9 @@ class SamplingBody(Struct, kw_only=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
-    user: str | None = None  # users of one API key take turns in the queue; policy slo only
+    user: str | None = (
+        None  # prompts of one user are put back while other users of the same API key wait; policy slo only
+    )
     service_tier: str | None = None  # "flex": batch request without targets, uses spare capacity
     top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -56,7 +55,7 @@ class SamplingBody(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Alternatives | None = None
-    priority: Whole | None = None  # lower goes first among requests of an API key; policy slo only
+    priority: Whole | None = None  # lower goes first among prompts of an API key; policy slo only
     cache_salt: str | None = None  # cached prefixes are shared only between prompts of the same salt
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # "token_id:17" in logprobs; None: the server's option
@@ -75,11 +74,11 @@ class SamplingBody(Struct, kw_only=True):
     json_schema: Json | None = None
 
     @property
-    def includes_usage(self) -> bool:
+    def usage_in_last_chunk(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def counts_always(self) -> bool:
+    def usage_in_every_chunk(self) -> bool:
         options = self.stream_options
         return bool(options and options.continuous_usage_stats and options.include_usage is not False)
 
@@ -130,40 +129,6 @@ class DetokenizeBody(Struct, kw_only=True):
     model: str | None = None
 
 
-class LatencyTargets(NamedTuple):
-    """Latency targets from the request headers, in milliseconds."""
-
-    ttft_ms: float | None
-    gap_ms: float | None
-
-
-TTFT_NAMES = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")  # the first header that is given counts
-GAP_NAMES = (b"x-slo-gap-ms", b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
-
-
-def latency_targets(headers: Mapping[bytes, bytes]) -> LatencyTargets:
-    """Latency targets from the x-slo headers, or from llm-d's names for them."""
-    ttft, gap = (
-        [value for name in names if (value := _milliseconds(headers, name)) is not None]
-        for names in (TTFT_NAMES, GAP_NAMES)
-    )
-    return LatencyTargets(ttft[0] if ttft else None, gap[0] if gap else None)
-
-
-_NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-
-
-def _milliseconds(headers: Mapping[bytes, bytes], name: bytes) -> float | None:
-    text = headers.get(name)
-    if text is None:
-        return None
-    value = float(text) if _NUMBER.fullmatch(text.strip()) else math.nan  # float() accepts more: 1_0, infinity
-    if not 0 < value < math.inf:
-        shown = text[:40].decode("latin-1")
-        raise ApiError(400, f"{name.decode()}: {shown!r} is not a number of milliseconds above 0", param=name.decode())
-    return value
-
-
 def sampling_params(body: SamplingBody, defaults: SamplingParams, **special: Any) -> SamplingParams:
     """The model's recommended parameters, overridden by the body, and then by `special`.
 
@@ -200,11 +165,11 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 def _structure(body: SamplingBody) -> StructuredOutputs | None:
     """The required structure of the output, from whichever field has it. Raises if several fields do."""
     found = _of_format(body.response_format)
-    for name, field in _OLDER:
+    for name, field in _STRUCTURE_FIELDS:
         if (value := getattr(body, field)) is not None and (value != "" or field != "grammar"):
             found.append({name: value})
     if body.structured_outputs is not None:
-        found.append(_wish(body.structured_outputs))
+        found.append(_supported_keys(body.structured_outputs))
     if len(found) > 1:
         first, second, *_ = _structure_fields(body)
         raise ApiError(400, f"{first} and {second} each ask for a structure: give one", param=second)
@@ -213,16 +178,23 @@ def _structure(body: SamplingBody) -> StructuredOutputs | None:
     try:
         return msgspec.convert(found[0], StructuredOutputs)
     except msgspec.ValidationError as error:
-        raise ApiError(400, of_json(error).message, param=structure_field(body)) from None
+        raise ApiError(400, from_json_error(error).message, param=structure_field(body)) from None
 
 
-_OLDER = (  # fields of structured_outputs, and other body fields with the same meaning
+_STRUCTURE_FIELDS = (  # fields of structured_outputs, and other body fields with the same meaning
     *(("json", "guided_json"), ("regex", "guided_regex"), ("choice", "guided_choice"), ("grammar", "guided_grammar")),
     *(("grammar", "grammar"), ("json", "json_schema")),
 )
 # Keys of structured_outputs that are ignored. `behind` and `calls` are internal to weft. The others are vLLM's and have
 # no effect here: objects never have additional properties, and there is only one grammar library.
-_BESIDE = ("behind", "calls", "disable_fallback", "disable_additional_properties", "_backend", "_backend_was_auto")
+_IGNORED_KEYS = (
+    "behind",
+    "calls",
+    "disable_fallback",
+    "disable_additional_properties",
+    "_backend",
+    "_backend_was_auto",
+)
 
 
 def structure_field(body: SamplingBody) -> str:
@@ -231,17 +203,19 @@ def structure_field(body: SamplingBody) -> str:
 
 
 def _structure_fields(body: SamplingBody) -> list[str]:
-    every = ("response_format", "structured_outputs", *(field for _, field in _OLDER))
+    every = ("response_format", "structured_outputs", *(field for _, field in _STRUCTURE_FIELDS))
     return [name for name in every if getattr(body, name) is not None]
 
 
-def _wish(given: Json) -> Json:
+def _supported_keys(given: Json) -> Json:
     """The supported keys of structured_outputs. An unknown key is an error if its value is not empty."""
     known = [field.name for field in fields(StructuredOutputs)]
     for name in given:
-        if given[name] and name not in known and name not in _BESIDE:
+        if given[name] and name not in known and name not in _IGNORED_KEYS:
             raise RequestError(f"structured_outputs: {name!r:.60} is not supported here: leave it out")
-    return {name: given[name] for name in given if name in known and name not in _BESIDE and given[name] is not None}
+    return {
+        name: given[name] for name in given if name in known and name not in _IGNORED_KEYS and given[name] is not None
+    }
 
 
 def _of_format(response_format: Json | None) -> list[Json]:

@@ -52,7 +52,7 @@ class OpenAIFormatter:
             "system_fingerprint": self.fingerprint,
         }
 
-    def _slow(self, shown: Json, extras: Json) -> bytes:
+    def _encoded_chunk(self, shown: Json, extras: Json) -> bytes:
         return sse_frame({**self._envelope(self.kind), "choices": [shown], **extras})
 
     def _name(self, token: int) -> str:

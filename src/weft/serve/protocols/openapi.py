@@ -8,7 +8,7 @@ from weft import __version__
 from weft.serve.protocols.anthropic_bodies import CountTokensBody, MessagesBody
 from weft.serve.protocols.embeddings import EmbeddingsBody, RerankBody, ScoreBody
 from weft.serve.protocols.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from weft.serve.protocols.responses import ResponsesBody
+from weft.serve.protocols.responses_bodies import ResponsesBody
 
 Json = dict[str, Any]
 

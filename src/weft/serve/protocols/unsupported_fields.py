@@ -13,11 +13,11 @@ from weft.serve.errors import ApiError
 from weft.serve.protocols.openai_bodies import ChatBody, CompletionBody
 
 HEADER = b"x-weft-ignored-fields"
-MOST_TOLD = 256  # bytes; longest value of the header
-SMALL = 200  # bytes; longer JSON values always count as asking for something
+MOST_HEADER = 256  # bytes; longest value of the header
+SMALL_VALUE = 200  # bytes; longer JSON values always count as asking for something
 
 # Accepted: they have no effect on the answer, whatever the value.
-HARMLESS = frozenset(
+HARMLESS_FIELDS = frozenset(
     (
         # OpenAI
         *("store", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
@@ -34,7 +34,7 @@ HARMLESS = frozenset(
 
 # Refused, unless the value is neutral. Each entry has the neutral values (in addition to null, false, 0 and empty ones)
 # and the alternative that the error message names.
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+REFUSED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     # OpenAI
     "modalities": ((["text"],), "answers are text only"),
     "audio": ((), "answers are text only"),
@@ -106,7 +106,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "truncation_side": ("left",),
 }
-NAMES = HARMLESS | REFUSED.keys() | _ELSEWHERE
+KNOWN_FIELDS = HARMLESS_FIELDS | REFUSED_FIELDS.keys() | _ELSEWHERE
 
 
 def unknown_fields(others: Mapping[str, bytes]) -> list[str]:
@@ -116,10 +116,10 @@ def unknown_fields(others: Mapping[str, bytes]) -> list[str]:
     """
     found = []
     for name, value in others.items():
-        if name in REFUSED:
-            neutral, way_out = REFUSED[name]
+        if name in REFUSED_FIELDS:
+            neutral, way_out = REFUSED_FIELDS[name]
             _check(name, value, neutral, f"is not supported here: {way_out}")
-        elif name in HARMLESS:
+        elif name in HARMLESS_FIELDS:
             continue
         elif name in _ELSEWHERE:
             _check(name, value, _NEUTRAL.get(name, ()), "has no effect on this path: leave it out")
@@ -129,8 +129,8 @@ def unknown_fields(others: Mapping[str, bytes]) -> list[str]:
 
 
 def _check(name: str, value: bytes, neutral: tuple[Any, ...], wrong: str) -> None:
-    wish = msgspec.json.decode(value) if len(value) <= SMALL else value
-    if wish and wish not in neutral:
+    decoded = msgspec.json.decode(value) if len(value) <= SMALL_VALUE else value
+    if decoded and decoded not in neutral:
         raise ApiError(400, f"{name} {wrong}", param=name)
 
 
@@ -139,7 +139,7 @@ def header_value(names: Iterable[str]) -> bytes:
     text = ""
     for name in names:
         shown = _UNPRINTABLE.sub("?", name[:64])
-        if len(text) + len(shown) + 7 > MOST_TOLD:
+        if len(text) + len(shown) + 7 > MOST_HEADER:
             return f"{text}, ...".encode()
         text = f"{text}, {shown}" if text else shown
     return text.encode()

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from weft.core import Promise
-from weft.serve.engines.submitted_request import EnginePrompt
+from weft.serve.engines.engine_prompt import EnginePrompt
 from weft.serve.output.choice import Choice
 from weft.serve.protocols.formatter import Formatter
 
@@ -13,7 +13,7 @@ TTFT_HEADER = b"x-slo-ttft-ms"
 
 @dataclass
 class ParsedRequest:
-    """A checked request: the prompts for the engine, and the format of the answer."""
+    """A checked request: what to send to the engine, and the objects that collect and format the output."""
 
     formatter: Formatter
     prompts: list[EnginePrompt]
@@ -23,9 +23,9 @@ class ParsedRequest:
     max_tokens: int | None
     promise: Promise
     stream: bool = False
-    includes_usage: bool = False
-    counts_always: bool = False  # every chunk has the usage so far
-    counts_first: bool = False  # the opening chunk has the usage so far
+    usage_in_last_chunk: bool = False  # the last chunk, without choices, has the usage
+    usage_in_every_chunk: bool = False  # the usage so far
+    usage_in_first_chunk: bool = False  # the usage so far
     is_background: bool = False  # goes on after the client has disconnected
     may_be_large: bool = False  # the answer has log probabilities or embeddings
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)

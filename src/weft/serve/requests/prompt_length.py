@@ -7,7 +7,7 @@ from weft.serve.errors import ApiError
 from weft.serve.protocols.openai_bodies import ChatBody, SamplingBody
 
 TokenIds = list[int]
-MOST_DESCRIBED = 1_000_000  # prompt log probabilities in one answer: about 50 MB
+MOST_PROMPT_LOGPROBS = 1_000_000  # prompt log probabilities in one answer: about 50 MB
 
 
 def kept_tokens(body: SamplingBody, max_tokens: int | None, info: EngineInfo) -> int:
@@ -42,7 +42,7 @@ def check_length(prompt_tokens: int, max_tokens: int | None, info: EngineInfo, f
         raise too_long(prompt_tokens, max_tokens, info, field)
 
 
-def check_described(prompts: list[TokenIds], params: SamplingParams) -> None:
+def check_prompt_logprobs(prompts: list[TokenIds], params: SamplingParams) -> None:
     """Raises if the answer would have too many prompt log probabilities. Each choice repeats its prompt's.
 
     Alternatives may appear twice in the answer: in OpenAI's format and in vLLM's.
@@ -50,10 +50,10 @@ def check_described(prompts: list[TokenIds], params: SamplingParams) -> None:
     if params.prompt_logprobs is None:
         return
     shown = params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)
-    if shown > MOST_DESCRIBED:
+    if shown > MOST_PROMPT_LOGPROBS:
         raise RequestError(
             f"prompt_logprobs: {shown} log probabilities of prompts are too many for one answer, which may have "
-            f"{MOST_DESCRIBED}: ask for fewer, or send fewer prompts, or lower n"
+            f"{MOST_PROMPT_LOGPROBS}: ask for fewer, or send fewer prompts, or lower n"
         )
 
 

@@ -15,7 +15,7 @@ from weft.serve.protocols.openai_bodies import (
     TokenizeBody,
 )
 from weft.serve.requests.prompt_length import TokenIds, kept_tokens, too_long, truncate_prompt
-from weft.serve.requests.text_processor import SHORT, TextProcessor
+from weft.serve.requests.text_processor import INLINE_SIZE, TextProcessor
 from weft.serve.requests.tool_choice import ToolChoice
 
 
@@ -25,27 +25,27 @@ class PromptReader:
 
     texts: TextProcessor
 
-    async def completion(self, body: CompletionBody, n: int, info: EngineInfo, keeps: int) -> list[TokenIds]:
+    async def encode_completion(self, body: CompletionBody, n: int, info: EngineInfo, keeps: int) -> list[TokenIds]:
         """The prompts of a completion, truncated to `keeps` tokens. Each is text or token ids in the body."""
-        prompt = body.prompt
-        every = [prompt] if isinstance(prompt, str) or (prompt and _is_number(prompt[0])) else prompt
-        if not every:
+        given = body.prompt
+        prompts = [given] if isinstance(given, str) or (given and _is_number(given[0])) else given
+        if not prompts:
             raise RequestError(EMPTY_PROMPT)
-        if len(every) > MAX_PROMPTS or len(every) * n > MAX_SEQUENCES:
+        if len(prompts) > MAX_PROMPTS or len(prompts) * n > MAX_SEQUENCES:
             raise RequestError(
-                f"prompt: {len(every)} prompts with n={n} are too many at once: at most {MAX_PROMPTS} prompts and "
+                f"prompt: {len(prompts)} prompts with n={n} are too many at once: at most {MAX_PROMPTS} prompts and "
                 f"{MAX_SEQUENCES} completions fit into one request"
             )
-        found = []
+        encoded = []
         characters = 0
-        for one in every:
-            ids = await self._token_ids(one, body, info, keeps)
-            found.append(truncate_prompt(ids, body, keeps))
-            characters += len(one) if isinstance(one, str) else 0
-            if characters > SHORT:  # short texts are encoded on the event loop: let other tasks run
+        for prompt in prompts:
+            ids = await self._token_ids(prompt, body, info, keeps)
+            encoded.append(truncate_prompt(ids, body, keeps))
+            characters += len(prompt) if isinstance(prompt, str) else 0
+            if characters > INLINE_SIZE:  # short texts are encoded on the event loop: let other tasks run
                 characters = 0
                 await asyncio.sleep(0)
-        return found
+        return encoded
 
     async def _token_ids(self, prompt: Any, body: CompletionBody, info: EngineInfo, keeps: int) -> TokenIds:
         if isinstance(prompt, str):
@@ -67,7 +67,7 @@ class PromptReader:
                 raise RequestError(f"prompt names token id {token}, outside 0..{info.vocab_size - 1}")
         return prompt
 
-    async def chat(
+    async def encode_chat(
         self, body: ChatBody, size: int, tools: ToolChoice, max_tokens: int | None, info: EngineInfo
     ) -> tuple[TokenIds, str]:
         """Token ids of a chat's prompt, truncated if asked for, and the prompt text before truncation.
@@ -101,7 +101,7 @@ class PromptReader:
     async def decode(self, ids: TokenIds, special: bool = False) -> str:
         """The text of a prompt; with `special`, special tokens too."""
         decode = partial(self.texts.require_tokenizer().decode, ids, skip_special_tokens=not special)
-        return await self.texts.run_in_thread(4 * len(ids), decode)
+        return await self.texts.run_offloaded(4 * len(ids), decode)
 
 
 def _continues(body: ChatBody | TokenizeBody) -> bool:

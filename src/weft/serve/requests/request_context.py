@@ -1,9 +1,8 @@
 """RequestContext: what is known about a request besides its body."""
 
-import secrets
 from typing import NamedTuple
 
-from weft.serve.protocols.openai_bodies import LatencyTargets
+from weft.serve.protocols.latency_headers import LatencyTargets
 
 
 class RequestContext(NamedTuple):
@@ -13,9 +12,11 @@ class RequestContext(NamedTuple):
     salt: str  # keeps its cached prefixes apart from other tenants'
     targets: LatencyTargets
     arrival: float  # seconds on `clock`
-    request_id: str
+    request_id: str  # `x-request-id`: the client's, or else the random id
+    random_id: str  # 96 random bits; equal to request_id if the client sent none
     size: int  # bytes of the body: an upper bound of the work on it, which goes to another thread if large
 
-
-def new_request_id() -> str:
-    return secrets.token_hex(12)
+    @property
+    def response_id(self) -> str:
+        """The id of the response, without the prefix of its API. Unique even if a client sends the same id twice."""
+        return self.random_id if self.request_id == self.random_id else f"{self.request_id}-{self.random_id}"

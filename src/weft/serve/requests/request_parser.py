@@ -11,8 +11,8 @@ from weft.engine.executor import TokenLogprobs
 from weft.engine.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, Thoughts
 from weft.engine.pooling import check_dimensions, pooling_params
 from weft.errors import RequestError
+from weft.serve.engines.engine_prompt import EnginePrompt
 from weft.serve.engines.messages import EngineInfo
-from weft.serve.engines.submitted_request import EnginePrompt
 from weft.serve.errors import ApiError
 from weft.serve.output.choice import Choice
 from weft.serve.protocols.chat_formatter import ChatFormatter
@@ -27,12 +27,13 @@ from weft.serve.protocols.openai_bodies import (
     sampling_params,
     structure_field,
 )
-from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter, as_chat
+from weft.serve.protocols.responses_bodies import ResponsesBody, as_chat
+from weft.serve.protocols.responses_formatter import ResponsesFormatter
 from weft.serve.requests.parsed_request import ParsedRequest, promise_headers
 from weft.serve.requests.prompt_length import (
     TokenIds,
-    check_described,
     check_length,
+    check_prompt_logprobs,
     kept_tokens,
     prompt_field,
     says_length,
@@ -42,7 +43,7 @@ from weft.serve.requests.request_context import RequestContext
 from weft.serve.requests.structure_checker import StructureChecker
 from weft.serve.requests.text_processor import TextProcessor
 from weft.serve.requests.tool_choice import ToolChoice
-from weft.text.reasoning import REASONING_PARSERS, make_reasoning_parser, place_of
+from weft.text.reasoning import REASONING_PARSERS, initial_state, make_reasoning_parser
 
 NOT_PROMISED = (b"x-slo-promise", b"not promised")  # the answer to x-slo headers if the server has no targets
 DEFAULT_MAX_TOKENS = 16  # of a text completion, as at OpenAI; a chat may fill the whole context
@@ -62,37 +63,39 @@ class RequestParser:
     fingerprint: str | None = None  # hash of the model path, the engine options and weft's version
     max_logprobs: int = MAX_LOGPROBS  # most alternatives per token that a request may ask for
     tokens_as_ids: bool = False  # logprobs name tokens by id, unless the request says otherwise
-    includes_usage: bool = False  # every stream ends with a usage chunk
-    prompts: PromptReader = field(init=False)
+    usage_in_last_chunk: bool = False  # every stream ends with a usage chunk
+    prompt_reader: PromptReader = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompts", PromptReader(self.texts))
+        object.__setattr__(self, "prompt_reader", PromptReader(self.texts))
 
     # Completions
 
-    async def completion(self, body: CompletionBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
+    async def parse_completion(self, body: CompletionBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
         shown, sampled = _completion_counts(body)
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         keeps = kept_tokens(body, max_tokens, info)
-        prompts = await self.prompts.completion(body, sampled, info, keeps)
-        describes = body.logprobs if body.echo else None  # logprobs for the prompt's tokens too
+        prompts = await self.prompt_reader.encode_completion(body, sampled, info, keeps)
+        echo_logprobs = body.logprobs if body.echo else None  # logprobs for the prompt's tokens too
         params = sampling_params(
             body,
             self.defaults,
             n=sampled,
             max_tokens=max(1, max_tokens),
             logprobs=0 if sampled > shown and body.logprobs is None else body.logprobs,
-            prompt_logprobs=body.prompt_logprobs if describes is None else max(describes, body.prompt_logprobs or 0),
+            prompt_logprobs=body.prompt_logprobs
+            if echo_logprobs is None
+            else max(echo_logprobs, body.prompt_logprobs or 0),
         )
         formatter = CompletionFormatter(
-            f"cmpl-{context.request_id}",
+            f"cmpl-{context.response_id}",
             self.model,
             self.texts.tokenizer,
             logprobs=body.logprobs,
             token_ids=bool(body.return_token_ids),
             tokens_as_ids=self._tokens_as_ids(body),
             fingerprint=self.fingerprint,
-            prompts=[(ids, await self.prompts.decode(ids) if body.echo else "") for ids in prompts],
+            prompts=[(ids, await self.prompt_reader.decode(ids) if body.echo else "") for ids in prompts],
             per_prompt=sampled,
             echo=bool(body.echo),
             prompt_logprobs=body.prompt_logprobs is not None,
@@ -108,7 +111,7 @@ class RequestParser:
             ]
         return await self._parsed_request(body, context, info, prompts, params, choices, formatter)
 
-    async def embedding(self, body: PoolingBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
+    async def parse_pooling(self, body: PoolingBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
         """A request that pools its prompts: for embeddings, scores or reranking."""
         if not self.pooling:
             raise RequestError(f"{self.model} pools in a way that is not supported: its 1_Pooling/config.json says how")
@@ -117,27 +120,28 @@ class RequestParser:
         completion = body.completion()
         keeps = kept_tokens(completion, 1, info)
         try:
-            prompts = await self.prompts.completion(completion, 1, info, keeps)
+            prompts = await self.prompt_reader.encode_completion(completion, 1, info, keeps)
         except RequestError as error:
             raise ApiError(400, str(error), param=body.field) from None
         params = pooling_params(self.pooling)
-        formatter = body.formatter(f"embd-{context.request_id}", self.model)
+        formatter = body.formatter(f"embd-{context.response_id}", self.model)
         choices: list[Choice] = [EmbeddingChoice(index, None, ids, params) for index, ids in enumerate(prompts)]
         return await self._parsed_request(completion, context, info, prompts, params, choices, formatter)
 
     # Chats
 
-    async def response(self, body: ResponsesBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
+    async def parse_response(self, body: ResponsesBody, context: RequestContext, info: EngineInfo) -> ParsedRequest:
         """A chat request with the answer format of /v1/responses."""
+        # Random only: a stored response is found by its id, and the id is part of a path.
         formatter = ResponsesFormatter(
-            f"resp_{context.request_id}", self.model, self.texts.tokenizer, body, self.tokens_as_ids
+            f"resp_{context.random_id}", self.model, self.texts.tokenizer, body, self.tokens_as_ids
         )
-        chat = await self.texts.run_in_thread(context.size, lambda: as_chat(body))
-        parsed = await self.chat(chat, context, info, formatter)
-        parsed.includes_usage = True  # the last event carries the usage
+        chat = await self.texts.run_offloaded(context.size, lambda: as_chat(body))
+        parsed = await self.parse_chat(chat, context, info, formatter)
+        parsed.usage_in_last_chunk = True  # the last event carries the usage
         return parsed
 
-    async def chat(
+    async def parse_chat(
         self,
         body: ChatBody,
         context: RequestContext,
@@ -155,7 +159,7 @@ class RequestParser:
         if most == 0:
             raise RequestError("max_tokens=0 leaves nothing to answer: it must be at least 1")
         tools = ToolChoice.of(body)
-        ids, text = await self.prompts.chat(body, context.size, tools, most, info)
+        ids, text = await self.prompt_reader.encode_chat(body, context.size, tools, most, info)
         if fits and most is not None:
             most = max(1, min(most, info.max_model_len - len(ids)))
         prompt_end = text[-32:]
@@ -175,14 +179,16 @@ class RequestParser:
 
     async def render_chat(self, body: ChatBody, size: int, info: EngineInfo) -> tuple[str, TokenIds]:
         """The prompt of a chat, as text and as token ids. `size` is RequestContext.size."""
-        ids, text = await self.prompts.chat(body, size, ToolChoice.of(body), _chat_max_tokens(body), info)
-        return (text if body.truncate_prompt_tokens is None else await self.prompts.decode(ids, special=True)), ids
+        ids, text = await self.prompt_reader.encode_chat(body, size, ToolChoice.of(body), _chat_max_tokens(body), info)
+        return (
+            text if body.truncate_prompt_tokens is None else await self.prompt_reader.decode(ids, special=True)
+        ), ids
 
     def _chat_formatter(
         self, body: ChatBody, context: RequestContext, prompt: TokenIds, *, legacy: bool
     ) -> ChatFormatter:
         return ChatFormatter(
-            f"chatcmpl-{context.request_id}",
+            f"chatcmpl-{context.response_id}",
             self.model,
             self.texts.tokenizer,
             logprobs=bool(body.logprobs),
@@ -219,11 +225,11 @@ class RequestParser:
         """Lets a reasoning model think freely first. The structure applies after its reasoning."""
         if params.structured_outputs is None or self.reasoning_parser is None:
             return params
-        place = place_of(self.reasoning_parser, prompt_end, begun)
-        if place.over:
+        state = initial_state(self.reasoning_parser, prompt_end, begun)
+        if state.is_over:
             return params
-        style = REASONING_PARSERS[self.reasoning_parser]
-        thoughts = Thoughts(style.start, style.end, place.open)
+        tags = REASONING_PARSERS[self.reasoning_parser]
+        thoughts = Thoughts(tags.start, tags.end, state.is_inside)
         return replace(params, structured_outputs=replace(params.structured_outputs, behind=thoughts))
 
     def _tokens_as_ids(self, body: SamplingBody) -> bool:
@@ -251,18 +257,21 @@ class RequestParser:
             own = (_seconds(options.ttft_target_ms), _seconds(options.gap_target_ms))
             constrained = params.structured_outputs is not None
             promise = info.targets.promise(max(map(len, prompts)), *own, constrained)
-        check_described(prompts, params)
+        check_prompt_logprobs(prompts, params)
         return ParsedRequest(
             formatter=formatter,
-            prompts=[EnginePrompt(np.array(ids, np.int32).tobytes(), engine_params, options, salt) for ids in prompts],
+            prompts=[
+                EnginePrompt(np.array(ids, np.int32).tobytes(), engine_params, options, salt, context.request_id)
+                for ids in prompts
+            ],
             prompt_tokens=[len(ids) for ids in prompts],
             choices=choices,
             arrival=context.arrival,
             max_tokens=params.max_tokens,
             promise=promise,
             stream=bool(body.stream),
-            includes_usage=body.includes_usage or self.includes_usage,
-            counts_always=body.counts_always,
+            usage_in_last_chunk=body.usage_in_last_chunk or self.usage_in_last_chunk,
+            usage_in_every_chunk=body.usage_in_every_chunk,
             may_be_large=any(one is not None for one in (params.logprobs, params.prompt_logprobs, params.pooling)),
             headers=promise_headers(promise) if info.has_targets or not any(context.targets) else [NOT_PROMISED],
         )
@@ -323,8 +332,11 @@ def _request_options(body: SamplingBody, context: RequestContext, info: EngineIn
         raise RequestError("service_tier=flex is promised nothing: leave the x-slo headers out")
     if not info.has_targets:
         ttft_ms = gap_ms = None  # response headers tell the client so (NOT_PROMISED)
-    # `priority` and `user` only order requests of the same API key. Fairness decides between API keys.
+    # The HTTP field `priority` only orders prompts of the same API key, as `user` does: it is called `precedence` here.
+    # The engine-wide class, which `weft.LLM.generate(priority=...)` sets, stays 0, because fairness decides between API
+    # keys: no client can place itself before others.
     return RequestOptions(
+        priority=0,
         tenant=context.tenant,
         precedence=body.priority or 0,
         batch=batch,

@@ -1,4 +1,4 @@
-"""Trial: renders the chat template once at start-up, in a child process that can be killed.
+"""TemplateCheck: renders the chat template once at start-up, in a child process that can be killed.
 
 A template is a program. One that never ends or fills the memory would do so with the first chat, in a thread that
 nothing can stop. So it is tested first in a process with limits on time and memory.
@@ -19,24 +19,24 @@ from weft.serve.process_limits import limit_memory, limit_time
 from weft.serve.requests.text_processor import read_template
 from weft.text.chat import ChatTemplate, RunawayError
 
-CPU = 2.0  # seconds of CPU time; rendering a greeting takes milliseconds
-MEMORY = 1 << 30  # bytes that it may use in addition to Python's
-PATIENCE = 60.0  # seconds of wall time, on a busy machine
+CPU_S = 2.0  # seconds of CPU time; rendering a greeting takes milliseconds
+MEMORY_BYTES = 1 << 30  # bytes that it may use in addition to Python's
+TIMEOUT_S = 60.0  # seconds of wall time, on a busy machine
 HELLO = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "A tool", "parameters": {"type": "object"}}}
 TOO_MUCH = (
-    f"the chat template takes more than {CPU:g} s of processor time or {MEMORY >> 20} MiB of memory "
+    f"the chat template takes more than {CPU_S:g} s of processor time or {MEMORY_BYTES >> 20} MiB of memory "
     "to render a greeting"
 )
 
 
 class TemplateCheckResult(msgspec.Struct):
-    broken: str | None = None  # why no chat can be render_chat
-    refused: str | None = None  # why the greeting was not render_chat; other chats may be
+    broken: str | None = None  # why no chat can be rendered
+    refused: str | None = None  # why the greeting was not rendered; other chats may be
 
 
 class TemplateCheck:
-    """Starts the process when constructed. `finding` waits for it later, so that other work runs in parallel."""
+    """Starts the process when constructed. `result` waits for it later, so that other work runs in parallel."""
 
     def __init__(self, path: Path, template: str | None, content_format: str = "auto") -> None:
         given = () if template is None else (template,)
@@ -47,11 +47,11 @@ class TemplateCheck:
             start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
         )
 
-    def finding(self) -> TemplateCheckResult:
+    def result(self) -> TemplateCheckResult:
         try:
-            line, _ = self._process.communicate(timeout=PATIENCE)
+            line, _ = self._process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return TemplateCheckResult(refused=f"its trial did not end within {PATIENCE:g} s: the machine is too busy")
+            return TemplateCheckResult(refused=f"its check did not end within {TIMEOUT_S:g} s: the machine is too busy")
         if not line:  # the limits killed it
             return TemplateCheckResult(broken=TOO_MUCH)
         return msgspec.json.decode(line, type=TemplateCheckResult)
@@ -64,8 +64,8 @@ class TemplateCheck:
 
 def main() -> int:
     path, content_format, given = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None
-    limit_memory(MEMORY)
-    limit_time(CPU)
+    limit_memory(MEMORY_BYTES)
+    limit_time(CPU_S)
     found = TemplateCheckResult()
     try:
         template = read_template(path, given, content_format)

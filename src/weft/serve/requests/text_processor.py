@@ -1,4 +1,4 @@
-"""Texts: owns the tokenizer and the chat template, and runs long work with them outside the event loop."""
+"""TextProcessor: owns the tokenizer and the chat template, and runs long work with them outside the event loop."""
 
 import asyncio
 import threading
@@ -11,16 +11,18 @@ from typing import Any, TypeVar
 from weft.errors import OptionError, RequestError
 from weft.files import read_json
 from weft.serve.errors import ApiError
-from weft.serve.http.json_body import LARGE, MOST_VALUES, hold_too_many
+from weft.serve.http.json_body import LARGE_BODY, MOST_VALUES, have_too_many_values
 from weft.text.chat import ChatTemplate
 from weft.text.tokenizer import Tokenizer, read_special_tokens
 
 T = TypeVar("T")
-SHORT = 2000  # characters (or bytes) processed on the event loop: under 1 ms, and a thread costs time too
+INLINE_SIZE = 2000  # characters (or bytes) processed on the event loop: under 1 ms, and a thread costs time too
 THREADS = 2
-MOST_TEXT = 1_000_000  # characters; largest text to tokenize in one call, or MOST_PER_TOKEN per token of the context if
-MOST_PER_TOKEN = 16  # that is more; a million characters take up to 200 MB
-MARK = "\ue000weft\ue001"  # private-use characters, which do not occur in messages
+# Characters that may be tokenized in one call: a million take up to 200 MB. If the model's context has room for more,
+# it may be MOST_TEXT_PER_TOKEN for each token of the context.
+MOST_TEXT = 1_000_000
+MOST_TEXT_PER_TOKEN = 16
+END_MARK = "\ue000weft\ue001"  # private-use characters, which do not occur in messages
 
 
 class TextProcessor:
@@ -36,16 +38,16 @@ class TextProcessor:
         self.template = read_template(path, template, content_format)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-text")
         self._lock = threading.Lock()
-        self._info: dict[str, Any] | None = None
+        self._tokenizer_info: dict[str, Any] | None = None
         self._running = 0  # busy threads
 
-    async def run_in_thread(self, size: int, work: Callable[[], T]) -> T:
-        """Runs `work` on `size` characters: here if it is short, else in another thread."""
-        if size <= SHORT:
+    async def run_offloaded(self, size: int, work: Callable[[], T]) -> T:
+        """Runs `work` on `size` characters: in another thread, or here if they are at most INLINE_SIZE."""
+        if size <= INLINE_SIZE:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._counted, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run_counted, work)
 
-    def _counted(self, work: Callable[[], T]) -> T:
+    def _run_counted(self, work: Callable[[], T]) -> T:
         with self._lock:
             self._running += 1
         try:
@@ -58,7 +60,7 @@ class TextProcessor:
         """Token ids of a text. A text that is sure to exceed `most` tokens is refused before encoding."""
         tokenizer = self.require_tokenizer()
         _check_size(text, most, tokenizer, "prompt")
-        return await self.run_in_thread(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+        return await self.run_offloaded(len(text), lambda: tokenizer.encode(text, add_special_tokens))
 
     async def encode_chat(
         self,
@@ -69,34 +71,34 @@ class TextProcessor:
         continues: bool = False,
         most: int | None = None,
     ) -> tuple[list[int], str]:
-        """Token ids and text of a render_chat conversation. `size` is the size of the request body in bytes.
+        """Token ids and text of a rendered conversation. `size` is the size of the request body in bytes.
 
         With `continues`, the prompt ends inside the last message, and the model continues it.
         """
         tokenizer = self.require_tokenizer()
 
         def work() -> tuple[list[int], str]:
-            if size > LARGE:
+            if size > LARGE_BODY:
                 _check_arguments(messages)
-            text = self.template.render(_marked(messages) if continues else messages, **options)
-            text = text.partition(MARK)[0]
+            text = self.template.render(_with_end_marker(messages) if continues else messages, **options)
+            text = text.partition(END_MARK)[0]
             _check_size(text, most, tokenizer, "messages")
             return tokenizer.encode(text, add_special_tokens=False), text
 
-        return await self.run_in_thread(size, work)
+        return await self.run_offloaded(size, work)
 
     def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(f"prompt: the model {self.path.name} has no tokenizer.json: send token ids")
         return self.tokenizer
 
-    async def info(self) -> dict[str, Any]:
+    async def tokenizer_info(self) -> dict[str, Any]:
         """The contents of tokenizer_config.json, with the chat template in use."""
-        if self._info is None:
+        if self._tokenizer_info is None:
             read = partial(read_json, self.path / "tokenizer_config.json", optional=True)
             config = await asyncio.get_running_loop().run_in_executor(self._threads, read)
-            self._info = {**config, "chat_template": self.template.source or None}
-        return self._info
+            self._tokenizer_info = {**config, "chat_template": self.template.source or None}
+        return self._tokenizer_info
 
     @property
     def is_busy(self) -> bool:
@@ -109,7 +111,7 @@ class TextProcessor:
 
 def _check_size(text: str, most: int | None, tokenizer: Tokenizer, param: str) -> None:
     """Raises if a text is too long to encode. `param` is the field that it comes from."""
-    limit = max(MOST_TEXT, MOST_PER_TOKEN * (most or 0))
+    limit = max(MOST_TEXT, MOST_TEXT_PER_TOKEN * (most or 0))
     if most is not None and len(text) > most * tokenizer.longest_token:
         raise ApiError(
             400,
@@ -128,7 +130,7 @@ def _check_arguments(messages: list[dict[str, Any]]) -> None:
 
     They are JSON in a string: rendering decodes it in one call, and parsing the body did not count its values.
     """
-    if hold_too_many(_arguments(messages)):
+    if have_too_many_values(_arguments(messages)):
         raise RequestError(f"messages: the arguments of tool calls have more than {MOST_VALUES} values in them")
 
 
@@ -159,9 +161,9 @@ def read_template(path: Path, given: str | None, content_format: str = "auto") -
     return ChatTemplate(source, read_special_tokens(path), content_format)
 
 
-def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with MARK after the text of the last one. The prompt will end there."""
+def _with_end_marker(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with END_MARK after the text of the last one. The prompt will end there."""
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
     if not isinstance(last.get("content"), str):
         raise RequestError("continue_final_message: the last message has no text to go on from")
-    return [*messages[:-1], {**last, "content": last["content"] + MARK}]
+    return [*messages[:-1], {**last, "content": last["content"] + END_MARK}]

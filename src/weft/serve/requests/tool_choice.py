@@ -1,4 +1,4 @@
-"""Tools: the functions that a chat may or must call, and the structure that this requires of the reply."""
+"""ToolChoice: the functions that a chat may or must call, and the structure that this requires of the reply."""
 
 from typing import Any, NamedTuple
 
@@ -86,19 +86,19 @@ class ToolChoice(NamedTuple):
     def _one(self, arguments: str) -> Json:
         """The JSON schema of one tool call. `arguments` is the key of its arguments."""
         # Each tool's schema is a separate definition, so that its references stay inside it.
-        places = [f"#/$defs/{number}" for number in range(len(self.schemas))]
+        references = [f"#/$defs/{number}" for number in range(len(self.schemas))]
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, arguments: {"$ref": place}},
+                "properties": {"name": {"const": name}, arguments: {"$ref": reference}},
                 "required": ["name", arguments],
                 "additionalProperties": False,
             }
-            for (name, _), place in zip(self.schemas, places, strict=True)
+            for (name, _), reference in zip(self.schemas, references, strict=True)
         ]
         defs = {
-            str(number): _moved(schema, place)
-            for number, ((_, schema), place) in enumerate(zip(self.schemas, places, strict=True))
+            str(number): _moved(schema, reference)
+            for number, ((_, schema), reference) in enumerate(zip(self.schemas, references, strict=True))
         }
         return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": defs}
 
@@ -124,9 +124,9 @@ def _named(choice: Any, schemas: list[tuple[str, Json]], field: str) -> tuple[st
 
 def _allowed(choice: Json, known: list[str]) -> tuple[str, set[str]]:
     """The mode and the function names of an allowed_tools choice, in the format of chats or of /v1/responses."""
-    wish = choice.get("allowed_tools", choice)
-    wish = wish if isinstance(wish, dict) else {}
-    mode, tools = wish.get("mode", "auto"), wish.get("tools")
+    allowed = choice.get("allowed_tools", choice)
+    allowed = allowed if isinstance(allowed, dict) else {}
+    mode, tools = allowed.get("mode", "auto"), allowed.get("tools")
     if mode not in ("auto", "required"):
         raise RequestError(f"tool_choice: allowed_tools has the mode {mode!r:.60}: choose auto or required")
     if not isinstance(tools, list) or not tools:
@@ -141,15 +141,15 @@ def _allowed(choice: Json, known: list[str]) -> tuple[str, set[str]]:
     return mode, names
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that is moved to `place` in another schema. References to its root are changed to `place`."""
+def _moved(schema: Any, reference: str) -> Any:
+    """A schema that becomes a definition of another schema. References to its root are changed to `reference`."""
     if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
+        return [_moved(one, reference) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {name: _moved(value, place) for name, value in schema.items()}
+    moved = {name: _moved(value, reference) for name, value in schema.items()}
     if isinstance(target := moved.get("$ref"), str) and target.startswith("#"):
-        moved["$ref"] = place + target[1:]
+        moved["$ref"] = reference + target[1:]
     return moved
 
 

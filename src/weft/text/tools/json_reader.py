@@ -1,4 +1,4 @@
-"""Reads JSON one character at a time. Owns the current character, and the text that was read but is not decided yet.
+"""JsonReader: reads JSON one character at a time. Owns the current character, and the text that is not decided yet.
 
 A grammar is written as generators. `yield` means: the current character is consumed, wait for the next one. So a
 character costs the same however long the text is, and the result does not depend on how the text was cut into pieces.
@@ -26,7 +26,7 @@ class JsonReader:
 
     def __init__(self) -> None:
         self._char = ""  # the current character; "" at the end of the text
-        self._held: list[str] = []  # text that is not decided yet, up to the current character
+        self._undecided: list[str] = []  # text that is not decided yet, up to the current character
 
     def _value(self, into: list[str]) -> Steps[None]:
         """Any value. A stack instead of recursion: a model in a loop may open brackets without end."""

@@ -1,9 +1,9 @@
 """ToolParser: splits a reply into content for the reader and pieces of tool calls, while the model writes it.
 
 A call is emitted while it is written: its name once that is complete, then its arguments as they arrive. Text that
-cannot be a call is content, including its marker. Whitespace next to a call belongs to the format. A call cannot be
-taken back once its name is emitted. If it breaks, its arguments get the rest of its text as the model wrote it, up to
-the next marker, and do not parse. If the reply just ends, the arguments end with it.
+cannot be a call is content, including its marker. Whitespace next to a call belongs to the format and is dropped. A
+call cannot be taken back once its name is emitted. If its JSON turns out to be invalid after that, the remaining text
+up to the next marker is sent as (invalid) arguments. If the reply ends early, the arguments are incomplete.
 """
 
 import json
@@ -26,6 +26,8 @@ class ToolCallDelta(NamedTuple):
 
 
 class Parsed(NamedTuple):
+    """What a piece of text adds to the two parts of a reply."""
+
     content: str  # text for the reader
     calls: list[ToolCallDelta]
 
@@ -58,12 +60,12 @@ class ToolParser(JsonReader, ABC):
             end = run.end() if run else at + 1
             self._feed(text[at:end])
             at = end
-        return self._take()
+        return self._take_decided()
 
     def flush(self) -> Parsed:
-        """Ends the reply: returns what was held back."""
+        """Ends the reply: returns what was not decided yet."""
         self._feed("")
-        return self._take()
+        return self._take_decided()
 
     @abstractmethod
     def _reply(self) -> Steps[None]:
@@ -74,7 +76,7 @@ class ToolParser(JsonReader, ABC):
         return "call_" + secrets.token_hex(12)
 
     def _text(self, *markers: str) -> Steps[str]:
-        """Emits text up to a marker, which it returns; "" at the end. The marker stays held: it may be text as well."""
+        """Emits text up to a marker, which it returns; "" at the end. The marker stays undecided: it may be text."""
         seen = ""
         while self._char and seen not in markers:
             if any(marker.startswith(seen + self._char) for marker in markers):
@@ -104,7 +106,7 @@ class ToolParser(JsonReader, ABC):
             if self._unfinished:
                 self._shown = self._arguments
                 self._finish()
-            elif "".join(self._held[:-1]).strip():
+            elif "".join(self._undecided[:-1]).strip():
                 self._show(but=1)
             return False
         self._drop()
@@ -166,7 +168,7 @@ class ToolParser(JsonReader, ABC):
             into.append(_unwrap("".join(value)))
 
     def _begin(self, name: str, call_id: str | None = None) -> bool:
-        self._seal()
+        self._close_delta()
         self._index += 1
         self._head = (call_id or self._make_id(), name)
         self._unfinished = True
@@ -178,29 +180,29 @@ class ToolParser(JsonReader, ABC):
         self._drop()
 
     def _show(self, but: int = 0) -> None:
-        """Emits held text, except for its last `but` characters."""
-        end = len(self._held) - but
-        self._shown.extend(self._held[:end])
-        del self._held[:end]
+        """Emits undecided text, except for its last `but` characters."""
+        end = len(self._undecided) - but
+        self._shown.extend(self._undecided[:end])
+        del self._undecided[:end]
 
     def _drop(self) -> None:
-        """Drops held text that was part of a call. Keeps the current character."""
-        del self._held[:-1]
+        """Drops undecided text that was part of a call. Keeps the current character."""
+        del self._undecided[:-1]
 
     def _feed(self, char: str) -> None:
         self._char = char
-        self._held.append(char)
+        self._undecided.append(char)
         next(self._steps, None)
 
-    def _seal(self) -> None:
+    def _close_delta(self) -> None:
         """Makes a delta of what is new in the latest call."""
         if self._head[0] or self._arguments:
             self._calls.append(ToolCallDelta(self._index, *self._head, "".join(self._arguments)))
         self._head = (None, None)
         self._arguments.clear()
 
-    def _take(self) -> Parsed:
-        self._seal()
+    def _take_decided(self) -> Parsed:
+        self._close_delta()
         parsed = Parsed("".join(self._content), self._calls)
         self._content.clear()
         self._calls = []

@@ -5,13 +5,14 @@ from contextlib import ExitStack
 import msgspec
 from starlette.types import Message, Receive, Send
 
-from weft.serve.endpoints.background_response import BackgroundResponse, RunRequest
-from weft.serve.endpoints.event_log import follow
-from weft.serve.endpoints.response_store import StoredResponse
-from weft.serve.endpoints.responses_endpoints import ResponsesEndpoints
+from weft.serve.endpoints.responses_api.background_response import BackgroundResponse, RunRequest
+from weft.serve.endpoints.responses_api.event_log import follow
+from weft.serve.endpoints.responses_api.response_store import StoredResponse
+from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
 from weft.serve.engines.messages import EngineInfo
 from weft.serve.http.middleware import send_json
-from weft.serve.protocols.responses import ResponsesBody, ResponsesFormatter
+from weft.serve.protocols.responses_bodies import ResponsesBody
+from weft.serve.protocols.responses_formatter import ResponsesFormatter
 from weft.serve.requests.parsed_request import ParsedRequest
 from weft.serve.requests.request_context import RequestContext
 
@@ -33,7 +34,7 @@ class CreateResponse:
         owner.check_background(body)
         keeps = owner.is_on and body.store is not False
         conversation = await owner.with_history(self._tenant, body, context.size, keeps=keeps)
-        parsed = await owner.parser.response(conversation.body, context._replace(size=conversation.size), info)
+        parsed = await owner.parser.parse_response(conversation.body, context._replace(size=conversation.size), info)
         assert isinstance(parsed.formatter, ResponsesFormatter)
         self._formatter, self._items, self._streams = parsed.formatter, conversation.items, parsed.stream
         # From here on only the JSON text of the conversation is kept.
@@ -51,15 +52,15 @@ class CreateResponse:
                 self._owner.store.put(self._tenant, StoredResponse(formatter.id, body, self._items, formatter.output))
         await self._send(message)
 
-    async def run_in_background(self, parsed: ParsedRequest, run: RunRequest, admission: ExitStack) -> None:
+    async def run_in_background(self, parsed: ParsedRequest, run: RunRequest, request_scope: ExitStack) -> None:
         """Starts the response in the background. Answers at once with its state, or streams its events."""
         assert self._formatter is not None
         self._owner.check_room(len(self._items), parsed.stream)  # no await until `start`
         running = BackgroundResponse(self._tenant, self._formatter, self._items, parsed.stream)
-        self._owner.start(running, run, admission.pop_all())
+        self._owner.start(running, run, request_scope.pop_all())
         headers = [header for header in parsed.headers if header[0] in EARLY_HEADERS]
-        if running.log is not None:
-            await follow(running.log, 0, headers, self._receive, self._send)
+        if running.event_log is not None:
+            await follow(running.event_log, 0, headers, self._receive, self._send)
         else:
             await send_json(self._send, 200, running.body, headers)
 

@@ -4,28 +4,28 @@ import argparse
 import sys
 from typing import Any
 
-# Options that are always so in weft, or have no effect. FLAGS: no value. VALUES: any value. ONLY: accepted with the one
-# value that weft implements.
-FLAGS = (
+# Options that are always so in weft, or have no effect. IGNORED_FLAGS: no value. IGNORED_VALUES: any value.
+# ONLY_VALUE: accepted with the one value that weft implements.
+IGNORED_FLAGS = (
     *("trust-remote-code", "enable-auto-tool-choice", "enable-chunked-prefill", "no-enable-chunked-prefill"),
     *("enable-reasoning", "enforce-eager", "disable-log-requests", "enable-log-requests", "no-enable-log-requests"),
     *("disable-log-stats", "disable-uvicorn-access-log", "async-scheduling", "enable-prompt-tokens-details"),
     *("enable-server-load-tracking", "enable-request-id-headers", "disable-frontend-multiprocessing"),
     *("disable-fastapi-docs", "use-tqdm-on-load"),
 )
-VALUES = (
+IGNORED_VALUES = (
     *("uvicorn-log-level", "max-log-len", "swap-space", "distributed-executor-backend", "compilation-config"),
     *("max-seq-len-to-capture", "download-dir", "seed-everything", "scheduling-policy", "limit-mm-per-prompt"),
     *("max-parallel-loading-workers", "stream-interval"),
 )
-ONLY = {
+ONLY_VALUE = {
     **dict.fromkeys(("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "api-server-count"), "1"),
     **dict.fromkeys(("cpu-offload-gb", "max-cpu-loras"), "0"),
     **dict.fromkeys(("kv-cache-dtype", "tokenizer-mode", "generation-config", "config-format"), "auto"),
     **dict.fromkeys(("runner", "task"), "generate"),
     "response-role": "assistant",
 }
-SHORT = {
+SHORT_NAMES = {
     "tensor-parallel-size": "-tp",
     "pipeline-parallel-size": "-pp",
     "data-parallel-size": "-dp",
@@ -53,28 +53,28 @@ LACKING = {
 }
 
 
-def add_foreign(parser: argparse.ArgumentParser) -> None:
+def add_foreign_options(parser: argparse.ArgumentParser) -> None:
     """Adds these options without showing them in the help. `arguments.foreign` lists the ones that were given."""
     parser.set_defaults(foreign=())
-    for name in (*FLAGS, *VALUES, *ONLY, *LACKING):
-        names = [f"--{name}", *([SHORT[name]] if name in SHORT else [])]
-        nargs = 0 if name in FLAGS else "*" if name in LACKING else None
-        parser.add_argument(*names, dest=f"foreign-{name}", action=Foreign, nargs=nargs, help=argparse.SUPPRESS)
+    for name in (*IGNORED_FLAGS, *IGNORED_VALUES, *ONLY_VALUE, *LACKING):
+        names = [f"--{name}", *([SHORT_NAMES[name]] if name in SHORT_NAMES else [])]
+        nargs = 0 if name in IGNORED_FLAGS else "*" if name in LACKING else None
+        parser.add_argument(*names, dest=f"foreign-{name}", action=ForeignOption, nargs=nargs, help=argparse.SUPPRESS)
 
 
-def tell_foreign(arguments: argparse.Namespace) -> None:
+def report_foreign_options(arguments: argparse.Namespace) -> None:
     for option, value in arguments.foreign:
         print(f"weft: {option} {value}".rstrip() + " has no meaning here and is ignored", file=sys.stderr)
 
 
-class Foreign(argparse.Action):
+class ForeignOption(argparse.Action):
     """Records an option without effect; rejects an option or a value that weft does not support."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         name = self.dest.removeprefix("foreign-")
         if name in LACKING:
             parser.error(f"{' '.join([option_string or '', *values])}: {LACKING[name]}")
-        only = ONLY.get(name)
+        only = ONLY_VALUE.get(name)
         if only is not None and values != only:
             parser.error(f"argument {option_string}: {values} is not supported here, only {only}")
         namespace.foreign = (*namespace.foreign, (option_string, values or ""))

@@ -11,21 +11,21 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import RequestError
-from weft.serve.endpoints.background_response import BackgroundResponse, RunRequest
-from weft.serve.endpoints.conversation import Conversation, join_conversation, list_input_items
-from weft.serve.endpoints.event_log import EventLog, follow
 from weft.serve.endpoints.response_generator import JSON_HEADERS
-from weft.serve.endpoints.response_store import ResponseStore, StoredResponse
+from weft.serve.endpoints.responses_api.background_response import BackgroundResponse, RunRequest
+from weft.serve.endpoints.responses_api.conversation import Conversation, join_conversation, list_input_items
+from weft.serve.endpoints.responses_api.event_log import EventLog, follow
+from weft.serve.endpoints.responses_api.response_store import ResponseStore, StoredResponse
 from weft.serve.engines.messages import EngineInfo
 from weft.serve.errors import ApiError
 from weft.serve.http.middleware import request_id_headers, send_json
 from weft.serve.log_limits import LogRateLimit
-from weft.serve.protocols.responses import ResponsesBody
+from weft.serve.protocols.responses_bodies import ResponsesBody
 from weft.serve.requests.request_context import RequestContext
 from weft.serve.requests.request_parser import RequestParser
 
-TIDY_INTERVAL = 60.0  # seconds between two removals of expired responses
-PIECE = 1 << 18  # bytes of a stored response per send, so that slow clients buffer little
+TIDY_INTERVAL_S = 60.0  # seconds between two removals of expired responses
+SEND_BYTES = 1 << 18  # bytes of a stored response per send, so that slow clients buffer little
 MAX_STREAMED = 64  # concurrent background streams: 128 MiB of events
 MAX_LISTED = 100  # most input items in one answer
 
@@ -33,8 +33,8 @@ MAX_LISTED = 100  # most input items in one answer
 class ResponsesEndpoints:
     """The store, the running background responses, and the endpoints for both."""
 
-    def __init__(self, parser: RequestParser, log: LogRateLimit, most_body: int, *, is_on: bool) -> None:
-        self.parser, self.log, self.is_on = parser, log, is_on
+    def __init__(self, parser: RequestParser, error_log: LogRateLimit, most_body: int, *, is_on: bool) -> None:
+        self.parser, self.error_log, self.is_on = parser, error_log, is_on
         self.most_body = most_body  # bytes; limit for a conversation, as if it were sent in one body
         self.store = ResponseStore(time.monotonic)
         self.running: dict[str, BackgroundResponse] = {}
@@ -43,7 +43,7 @@ class ResponsesEndpoints:
     async def tidy(self) -> None:
         """Removes expired responses regularly, as long as the server runs."""
         while True:
-            await asyncio.sleep(TIDY_INTERVAL)
+            await asyncio.sleep(TIDY_INTERVAL_S)
             self.store.expire()
 
     # Conversations
@@ -56,7 +56,7 @@ class ResponsesEndpoints:
             size += len(previous.input) + len(previous.output)
         if previous is None and not keeps:
             return Conversation(body, b"", size)
-        return await self.parser.texts.run_in_thread(size, lambda: join_conversation(body, previous, size))
+        return await self.parser.texts.run_offloaded(size, lambda: join_conversation(body, previous, size))
 
     def _previous(self, tenant: str, id: str) -> StoredResponse:
         self._check_on("previous_response_id")
@@ -87,7 +87,7 @@ class ResponsesEndpoints:
         conversation = await self.with_history(context.tenant, plain, context.size, keeps=False)
         return sum(
             (
-                await self.parser.response(conversation.body, context._replace(size=conversation.size), info)
+                await self.parser.parse_response(conversation.body, context._replace(size=conversation.size), info)
             ).prompt_tokens
         )
 
@@ -100,7 +100,7 @@ class ResponsesEndpoints:
 
     def check_room(self, size: int, streams: bool) -> None:
         """Raises if background responses hold too much memory. They hold no connection, so need separate limits."""
-        streamed = sum(running.log is not None for running in self.running.values())
+        streamed = sum(running.event_log is not None for running in self.running.values())
         held, most = sum(len(running.input) for running in self.running.values()), self.store.most_bytes
         if streams and streamed >= MAX_STREAMED:
             message = f"{streamed} streams run in the background, and {MAX_STREAMED} may: try again later, or poll"
@@ -110,16 +110,19 @@ class ResponsesEndpoints:
             return
         raise ApiError(503, message, code="queue_full", retry_after=1)
 
-    def start(self, running: BackgroundResponse, work: RunRequest, admission: ExitStack) -> None:
+    def start(self, running: BackgroundResponse, work: RunRequest, request_scope: ExitStack) -> None:
         """Starts a background response as a task."""
         self.running[running.formatter.id] = running
-        task = asyncio.create_task(self._run(running, work, admission))
+        task = asyncio.create_task(self._run(running, work, request_scope))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, running: BackgroundResponse, work: RunRequest, admission: ExitStack) -> None:
+    async def _run(self, running: BackgroundResponse, work: RunRequest, request_scope: ExitStack) -> None:
+        def failed() -> None:
+            self.error_log.write(f"weft: an error in response {running.formatter.id}:\n{traceback.format_exc()}")
+
         try:
-            result = await running.run(work, admission, lambda: self.log.write(traceback.format_exc()))
+            result = await running.run(work, request_scope, failed)
             if not running.is_deleted and not self.store.put(running.tenant, result):
                 most = self.store.most_each
                 error = ApiError(500, f"the response has {result.size} bytes, and {most} may be stored: ask for less")
@@ -172,7 +175,7 @@ class ResponsesEndpoints:
         if order not in ("asc", "desc"):
             raise ApiError(400, f"order={order!r:.40} is unknown: choose asc or desc", param="order")
         id, items = scope["path_params"]["id"], found.input
-        listed = await self.parser.texts.run_in_thread(
+        listed = await self.parser.texts.run_offloaded(
             len(items), lambda: list_input_items(id, items, order, after, limit)
         )
         await send_json(send, 200, listed, request_id_headers(scope))
@@ -198,7 +201,7 @@ class ResponsesEndpoints:
 def _event_log(found: StoredResponse | BackgroundResponse) -> EventLog:
     """The event log of a background response that was created with stream=true. Raises 400 for others."""
     if isinstance(found, BackgroundResponse):
-        log = found.log
+        log = found.event_log
     elif found.events:
         log = EventLog.of(found.events, found.first_event)
     else:
@@ -232,6 +235,6 @@ async def _send_body(send: Send, body: bytes, ids: list[tuple[bytes, bytes]]) ->
     """Sends JSON text in pieces. Each is sent when the client has read most of the one before."""
     headers = [*JSON_HEADERS, *ids, (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for start in range(0, len(body), PIECE):
-        more = start + PIECE < len(body)
-        await send({"type": "http.response.body", "body": body[start : start + PIECE], "more_body": more})
+    for start in range(0, len(body), SEND_BYTES):
+        more = start + SEND_BYTES < len(body)
+        await send({"type": "http.response.body", "body": body[start : start + SEND_BYTES], "more_body": more})

@@ -1,4 +1,4 @@
-"""TextStream: turns a growing token sequence into visible text, up to a stop string."""
+"""TextStream: turns the tokens of one completion into visible text, up to a stop string."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,8 @@ from weft.text.tokenizer import Tokenizer
 
 
 class TextStream:
+    """Detokenizes the tokens of one completion, and looks for stop strings in its text."""
+
     def __init__(
         self,
         tokenizer: Tokenizer,

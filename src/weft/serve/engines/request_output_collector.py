@@ -1,22 +1,11 @@
-"""SubmittedRequest: one HTTP request that an engine works on, and the updates that come back."""
+"""RequestOutputCollector: receives what an engine generates for one HTTP request."""
 
 import asyncio
 from collections import deque
 from typing import NamedTuple, Self
 
-from weft.engine.engine import RequestOptions
 from weft.engine.executor import TokenLogprobs
-from weft.engine.params import SamplingParams
-from weft.serve.engines.messages import FirstToken, PromptLogprobs, RequestRejected, SequenceEnd
-
-
-class EnginePrompt(NamedTuple):
-    """One prompt of a request, as the engine needs it."""
-
-    tokens: bytes  # int32
-    params: SamplingParams
-    options: RequestOptions
-    salt: str
+from weft.serve.engines.messages import PrefillDone, PromptLogprobs, RequestRejected, SequenceEnd
 
 
 class SequenceUpdate(NamedTuple):
@@ -27,28 +16,28 @@ class SequenceUpdate(NamedTuple):
     end: SequenceEnd | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    rejected: RequestRejected | None = None  # the engine rejected the prompt; it has no sequences
+    rejected: RequestRejected | None = None  # the engine rejected the prompt: no sequence of it was started
     failure: str | None = None  # why the whole request ends: engine died, client disconnected, or server shuts down
-    at: float = 0.0  # seconds on `clock`: arrival in the API process; the HTTP client may read it later
+    at: float = 0.0  # seconds on `clock`: when the API process received it; the client may receive it later
     embedding: bytes | None = None  # float32; set with `end` for a pooling request
 
 
-class SubmittedRequest:
-    """The sequences of one HTTP request in an engine, and a queue of their updates in order of arrival."""
+class RequestOutputCollector:
+    """The keys of one HTTP request's sequences, and a queue of their updates in order of arrival."""
 
     def __init__(self) -> None:
         self.keys: list[int] = []  # of the sequences, by choice index
-        self.open: set[int] = set()  # keys of sequences that have not ended
-        self.first_tokens: dict[int, FirstToken] = {}  # by choice index
+        self.open_keys: set[int] = set()  # keys of sequences that have not ended
+        self.prefills_done: dict[int, PrefillDone] = {}  # by choice index
         self._pending: deque[SequenceUpdate] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
     @classmethod
     def failed(cls, reason: str) -> Self:
-        """A request that reaches no engine. Its one update has this reason."""
-        submitted = cls()
-        submitted.fail(reason)
-        return submitted
+        """For a request that reaches no engine. The one update has this reason."""
+        collector = cls()
+        collector.fail(reason)
+        return collector
 
     def put(self, update: SequenceUpdate) -> None:
         self._pending.append(update)
@@ -57,7 +46,7 @@ class SubmittedRequest:
             waiter.set_result(None)
 
     def fail(self, reason: str) -> None:
-        """Adds an update that ends the request."""
+        """Adds an update that ends the whole request."""
         self.put(SequenceUpdate(0, None, failure=reason))
 
     async def updates(self) -> deque[SequenceUpdate]:

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import msgspec
 
 from weft.errors import RequestError
-from weft.serve.endpoints.response_store import StoredResponse
+from weft.serve.endpoints.responses_api.response_store import StoredResponse
 from weft.serve.errors import ApiError
-from weft.serve.http.json_body import LARGE, MOST_VALUES, hold_too_many
+from weft.serve.http.json_body import LARGE_BODY, MOST_VALUES, have_too_many_values
 from weft.serve.protocols.formatter import to_json
 from weft.serve.protocols.openai_bodies import Json
-from weft.serve.protocols.responses import ResponsesBody
+from weft.serve.protocols.responses_bodies import ResponsesBody
 
 
 class Conversation(NamedTuple):
@@ -28,7 +28,7 @@ def join_conversation(body: ResponsesBody, previous: StoredResponse | None, size
     if previous is None:
         return Conversation(body, items, size)
     earlier = (previous.input, previous.output)
-    if size > LARGE and hold_too_many(earlier):
+    if size > LARGE_BODY and have_too_many_values(earlier):
         raise RequestError(f"previous_response_id: the conversation has more than {MOST_VALUES} values in it")
     found = [item for part in earlier for item in msgspec.json.decode(part)]
     inner = [part[1:-1] for part in (*earlier, items) if part != b"[]"]

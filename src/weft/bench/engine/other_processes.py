@@ -1,4 +1,4 @@
-"""Others: the share of this machine's CPU time that other processes used during a measurement. Linux only."""
+"""OtherProcesses: the share of this machine's CPU time that other processes used during a measurement. Linux only."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ class Ticks(NamedTuple):
     total: int
 
 
-class Others:
+class OtherProcesses:
     """Measures from its creation. Figures from a machine that is busy with other processes mean little."""
 
     def __init__(self, pids: Sequence[int] = ()) -> None:

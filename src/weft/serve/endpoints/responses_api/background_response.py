@@ -8,12 +8,12 @@ from starlette.types import Message, Send
 
 from weft.errors import RequestError
 from weft.serve.endpoints.disconnect_watcher import CLIENT_DISCONNECTED, Canceller, ClientDisconnected
-from weft.serve.endpoints.event_log import EventLog
-from weft.serve.endpoints.response_store import StoredResponse
-from weft.serve.engines.submitted_request import SubmittedRequest
-from weft.serve.errors import ApiError, of_request
+from weft.serve.endpoints.responses_api.event_log import EventLog
+from weft.serve.endpoints.responses_api.response_store import StoredResponse
+from weft.serve.engines.request_output_collector import RequestOutputCollector
+from weft.serve.errors import ApiError, from_request_error
 from weft.serve.protocols.formatter import to_json
-from weft.serve.protocols.responses import ResponsesFormatter
+from weft.serve.protocols.responses_formatter import ResponsesFormatter
 
 RunRequest = Callable[[Canceller, Send], Awaitable[object]]  # runs a parsed request to its end
 
@@ -23,45 +23,45 @@ class BackgroundResponse:
 
     def __init__(self, tenant: str, formatter: ResponsesFormatter, input: bytes, streams: bool) -> None:
         self.tenant, self.formatter = tenant, formatter
-        self.log = EventLog() if streams else None
+        self.event_log = EventLog() if streams else None
         self.is_deleted = False
         self.ended = asyncio.Event()
         self.input = input
         self._body = b""
-        self._submitted: SubmittedRequest | None = None
+        self._collector: RequestOutputCollector | None = None
         self._is_cancelled = False
-        if self.log is not None:
-            self.log.append(formatter.queued())
+        if self.event_log is not None:
+            self.event_log.append(formatter.queued())
 
-    def attach(self, submitted: SubmittedRequest) -> None:
-        self._submitted = submitted
+    def attach(self, collector: RequestOutputCollector) -> None:
+        self._collector = collector
         if self._is_cancelled:
-            submitted.fail(CLIENT_DISCONNECTED)
+            collector.fail(CLIENT_DISCONNECTED)
 
     def cancel(self) -> None:
         """Ends the response. `ended` is set once the ResponseGenerator has read the cancellation."""
         self._is_cancelled = True
-        if self._submitted is not None:
-            self._submitted.fail(CLIENT_DISCONNECTED)
+        if self._collector is not None:
+            self._collector.fail(CLIENT_DISCONNECTED)
 
     @property
     def body(self) -> bytes:
         """The current state of the response, as JSON."""
-        begun = self._submitted is not None and bool(self._submitted.first_tokens)
-        return to_json(self.formatter.snapshot("in_progress" if begun else "queued"))
+        has_tokens = self._collector is not None and bool(self._collector.prefills_done)
+        return to_json(self.formatter.snapshot("in_progress" if has_tokens else "queued"))
 
-    async def run(self, work: RunRequest, admission: ExitStack, failed: Callable[[], None]) -> StoredResponse:
+    async def run(self, work: RunRequest, request_scope: ExitStack, failed: Callable[[], None]) -> StoredResponse:
         """Runs the response to its end, which may be an error, and returns the result.
 
-        `admission` counts it as an active request until then. `failed` is called for internal errors of the server.
+        `request_scope` counts it as an active request until then. `failed` is called for internal errors of the server.
         """
-        with admission:
+        with request_scope:
             try:
-                await work(self, self._take)
+                await work(self, self._keep_message)
             except ClientDisconnected:
-                self._take_event(self.formatter.cancelled())
+                self._keep_event(self.formatter.cancelled())
             except RequestError as error:
-                self.fail(of_request(error))
+                self.fail(from_request_error(error))
             except ApiError as error:
                 self.fail(error)
             except Exception:
@@ -71,11 +71,11 @@ class BackgroundResponse:
 
     def fail(self, error: ApiError) -> None:
         self._body = b""
-        self._take_event(self.formatter.error_chunk(error.body))
+        self._keep_event(self.formatter.error_chunk(error.body))
 
     @property
     def result(self) -> StoredResponse:
-        log = self.log
+        log = self.event_log
         return StoredResponse(
             self.formatter.id,
             self.formatter.final or self._body,
@@ -89,19 +89,19 @@ class BackgroundResponse:
     def close(self) -> None:
         """Wakes waiting clients. To be called after the result is stored."""
         self.ended.set()
-        if self.log is not None:
-            self.log.end()
+        if self.event_log is not None:
+            self.event_log.end()
 
-    async def _take(self, message: Message) -> None:
+    async def _keep_message(self, message: Message) -> None:
         """The ASGI `send` of the request: keeps the events of a stream, or the whole response."""
         data = message.get("body", b"")
         if not data:
             return
-        if self.log is None:
+        if self.event_log is None:
             self._body = data
         else:
-            self.log.append(data)
+            self.event_log.append(data)
 
-    def _take_event(self, data: bytes) -> None:
-        if self.log is not None:
-            self.log.append(data)
+    def _keep_event(self, data: bytes) -> None:
+        if self.event_log is not None:
+            self.event_log.append(data)

@@ -1,0 +1,1 @@
+"""/v1/responses: its endpoints, the store of responses, conversations, and responses in the background."""
