@@ -199,7 +199,7 @@ class EngineProcessLoop:
                 self.loop.scheduler.kv.clear_cache()
 
     def _open(self, message: AddPrompt) -> None:
-        """Opens a prompt's sequences. Long prompts and grammars are prepared in other threads, so that no step waits."""
+        """Opens a prompt's sequences. Other threads prepare long prompts and grammars, so that no step waits."""
         prompt: Any = np.frombuffer(message.prompt, np.int32)
 
         def work() -> list[Sequence]:
