@@ -25,7 +25,7 @@ from weft.core import StepBatch
 from weft.engine.executor import Bytes, DeviceMemory, StepInputs, StepMasks, StepResult
 from weft.engine.executor_facts import facts_of
 from weft.engine.graphs import (
-    GRAIN,
+    GRAPH_GRAIN,
     FullGraph,
     PiecewiseGraph,
     PromptAttention,
@@ -132,7 +132,7 @@ class CudaExecutor:
         self._sampling_graphs: dict[int, SamplingGraphs] = {}
         self._mixed_graphs: dict[int, PiecewiseGraph] = {}
         wave = 0 if self._flashinfer is None else self._flashinfer.wave
-        grain = GRAIN if model.can_be_captured else 1
+        grain = GRAPH_GRAIN if model.can_be_captured else 1
         self.facts = facts_of(model, device, block_size, ahead=True, grain=grain, wave=wave)
         self._sampled_tokens_pinned = pinned(NUM_BUFFERS, limits.max_num_seqs)
         self._replace_kv_pool(KVSpec(self.facts.layout, 1))  # until `allocate_kv_cache`

@@ -13,14 +13,14 @@ from functools import partial
 from weft.engine.calibration import Calibration
 from weft.engine.executor import Executor
 from weft.engine.mix_runner import MixRunner
-from weft.engine.rehearsal import ACTS, BURSTS, FULL, LONE, rehearse
+from weft.engine.rehearsal import BURSTS, FULL_STEPS, LONE_SEQUENCE, PHASES, rehearse
 from weft.engine.residuals import fit_residuals
 from weft.engine.step_mix import StepLimits
 from weft.engine.survey import Survey
 
-REHEARSAL = 1.0  # time of the rehearsal, as a share of the measuring time, added to it
-FULL_REHEARSAL = 1.6  # the same, if very full steps are rehearsed too
-BURST_REHEARSAL = 0.8  # the same, for bursts
+REHEARSAL_SHARE = 1.0  # time of the rehearsal, as a share of the measuring time, added to it
+FULL_REHEARSAL_SHARE = 1.6  # the same, if very full steps are rehearsed too
+BURST_REHEARSAL_SHARE = 0.8  # the same, for bursts
 
 
 def calibrate(
@@ -70,11 +70,13 @@ def calibrate(
         speed=survey.prefill_speed(),
     )
     if not facts.ahead:
-        return survey.conclude(facts.device, perform(acts=(LONE, *ACTS), seconds=REHEARSAL * seconds), wake)
+        return survey.conclude(
+            facts.device, perform(phases=(LONE_SEQUENCE, *PHASES), seconds=REHEARSAL_SHARE * seconds), wake
+        )
     # Without the lone sequence: a lightly used GPU is faster than one at its power limit, and the scheduler must expect
     # the latter. Residuals also use bursts, in which the GPU's clock rises and falls. A CPU gets no residuals: other
     # work disturbs its steps more.
-    served = perform(acts=(*ACTS, *FULL), seconds=FULL_REHEARSAL * seconds)
+    served = perform(phases=(*PHASES, *FULL_STEPS), seconds=FULL_REHEARSAL_SHARE * seconds)
     found = survey.conclude(facts.device, served, wake)
-    bursts = perform(acts=BURSTS, seconds=BURST_REHEARSAL * seconds)
+    bursts = perform(phases=BURSTS, seconds=BURST_REHEARSAL_SHARE * seconds)
     return replace(found, residuals=fit_residuals(found.coefficients, [*served, *bursts]))

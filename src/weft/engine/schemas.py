@@ -7,7 +7,7 @@ properties forever, which hardly any author of a schema wants.
 from typing import Any
 from urllib.parse import unquote
 
-ROUNDS = 8  # passes that follow references from parts of objects; a schema that needs more is left unchanged
+REFERENCE_PASSES = 8  # passes that follow references from parts of objects; a schema that needs more is left unchanged
 
 _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")  # define further properties explicitly
 _SEVERAL = ("allOf", "anyOf", "oneOf")
@@ -25,7 +25,7 @@ def closed(schema: Any) -> Any:
     describe together, as in `allOf`: one schema may list what another does not.
     """
     parts: set[str] = set()  # references to schemas that describe a part of an object
-    for _ in range(ROUNDS):
+    for _ in range(REFERENCE_PASSES):
         before = len(parts)
         found = _close(schema, "#", False, parts)
         if len(parts) == before:
