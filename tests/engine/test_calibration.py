@@ -163,7 +163,7 @@ class PreparedAhead(SimulatedExecutor):
     """A device with a host that takes long to prepare a step, unless it can do so while another one runs."""
 
     def __init__(self, device: Device, **facts: int) -> None:
-        super().__init__(VirtualClock(), facts=FACTS._replace(ahead=True, **facts))  # type: ignore[arg-type]
+        super().__init__(VirtualClock(), facts=FACTS._replace(prepares_ahead=True, **facts))  # type: ignore[arg-type]
         self.device = device
         self.fill_kv_cache_with_noise = self.device.fill_kv_cache_with_noise
         self.in_flight = 0

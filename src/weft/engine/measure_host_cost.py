@@ -84,12 +84,12 @@ def _time_step(loop: Loop) -> float:
 
 
 def _arrival() -> float:
-    taken = []
+    seconds = []
     for number in range(16):
         started = time.perf_counter()
         _sequence(number, 1, PROMPT_TOKENS)
-        taken.append(time.perf_counter() - started)
-    return _p20(taken)
+        seconds.append(time.perf_counter() - started)
+    return _p20(seconds)
 
 
 def _visit(cost: Coefficients) -> float:
@@ -105,13 +105,13 @@ def _visit(cost: Coefficients) -> float:
     rows = PromptRows.of([request.packed for request in requests])
     lineup = Lineup(requests, np.arange(len(requests)), rows, list(range(len(requests))))
     load = StepLoad(0.0, decodes_alone(64, 64 * PROMPT_TOKENS), 60.0)
-    taken = []
+    seconds = []
     for _ in range(5):
         started = time.perf_counter()
         policy.admission.screen(requests, lambda newcomers: lineup, load, GROUPS)
-        taken.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - started)
     # Besides the forecast, each new request is looked up in the prefix cache and queued: about the same time again.
-    return 2 * _p20(taken) / (len(requests) + GROUPS)
+    return 2 * _p20(seconds) / (len(requests) + GROUPS)
 
 
 def _p20(seconds: list[float]) -> float:

@@ -20,10 +20,12 @@ class MixRunner:
     Rows read different blocks as long as there are enough, because shared blocks would come from the device's caches.
     """
 
-    def __init__(self, executor: Executor, bounds: StepLimits, vocab_size: int, ahead: bool, is_filled: bool) -> None:
+    def __init__(
+        self, executor: Executor, bounds: StepLimits, vocab_size: int, prepares_ahead: bool, is_filled: bool
+    ) -> None:
         self.executor = executor
         self.bounds = bounds
-        self.ahead = ahead
+        self.prepares_ahead = prepares_ahead
         self.now = 0.0  # end of the last step, in seconds on the executor's clock
         self.submits: tuple[list[float], list[float]] = ([], [])  # seconds per submit, of steps without and with slices
         self.heater = StepMix(slices=((0, 1),))  # runs between two measured steps to keep the device busy
@@ -56,10 +58,10 @@ class MixRunner:
         self.run(StepMix(decodes=(0,)))
 
     def run(self, mix: StepMix, setups: Sequence[SlotSetup] = ()) -> float:
-        """Runs a step and returns its seconds. With `ahead`, a heater step runs before it and another after it, while
-        this mix and the next one are prepared."""
+        """Runs a step and returns its seconds. With `prepares_ahead`, a heater step runs before it and another after
+        it, while this mix and the next one are prepared."""
         self._submit(mix, setups)
-        if self.ahead:
+        if self.prepares_ahead:
             if len(self._in_flight) > 1:
                 self._wait_for_oldest()  # the heater step before it
             self._submit(self.heater)
@@ -107,7 +109,7 @@ class MixRunner:
         self.now = result.finished
         return result
 
-    def _assign_blocks(self, slot: int, first: int, count: int, decodes: bool) -> NDArray[np.int64]:
+    def _assign_blocks(self, slot: int, first: int, count: int, is_decode: bool) -> NDArray[np.int64]:
         """Assigns blocks to a row. Returns the new block table entries, as rows of slots, columns and blocks."""
         size, table = self.bounds.block_size, self._block_tables[slot]
         begin, end = first // size, -(-(first + count) // size)
@@ -116,7 +118,7 @@ class MixRunner:
         table[unreadable] = self._next_readable(len(unreadable))
         keeps = first % size > 0  # continues in a block that it began
         new = end - begin - keeps
-        table[begin + keeps : end] = 1 + (self._decode_blocks[slot] if decodes else self._next_writable(new))
+        table[begin + keeps : end] = 1 + (self._decode_blocks[slot] if is_decode else self._next_writable(new))
         entries = table[begin:end]
         filled = np.minimum(first + count - np.arange(begin, end) * size, size)
         self._written[entries] = np.maximum(self._written[entries], filled)

@@ -37,14 +37,15 @@ def calibrate(
     """Measures single steps for about `seconds`, after a warm-up, then rehearses service for as long (if the executor
     prepares steps ahead, for 2.4 times as long). The executor must be idle, and its KV cache is overwritten.
 
-    An executor that prepares a step while the previous step runs (`ahead`, a GPU) is kept busy all the time, as under
-    load: the host's part of a step takes no time, and a device at its power limit is slower (an H200 by 5 to 9%).
-    Its KV cache is filled before, so that each row can read a different context. (Shared blocks would come from the
-    device's caches, which is not so in service.) `progress` is called with the share of `seconds` that has passed. On
-    return nothing is in flight. Slots and block tables keep old entries; batches overwrite them when they assign them.
+    An executor that prepares a step while the previous step runs (`prepares_ahead`, a GPU) is kept busy all the time,
+    as under load: the host's part of a step takes no time, and a device at its power limit is slower (an H200 by 5 to
+    9%). Its KV cache is filled before, so that each row can read a different context. (Shared blocks would come from
+    the device's caches, which is not so in service.) `progress` is called with the share of `seconds` that has passed.
+    On return nothing is in flight. Slots and block tables keep old entries; batches overwrite them when they assign
+    them.
     """
     facts = executor.facts
-    if facts.ahead:
+    if facts.prepares_ahead:
         executor.fill_kv_cache_with_noise()  # takes a GPU less than a second
     bounds = StepLimits(
         rows=min(max_num_seqs, max(1, num_blocks // 2)),
@@ -53,11 +54,13 @@ def calibrate(
         length=max_model_len,
         tokens=max_num_batched_tokens,
     )
-    runner = MixRunner(executor, bounds, facts.vocab_size, facts.ahead, is_filled=facts.ahead)
+    runner = MixRunner(executor, bounds, facts.vocab_size, facts.prepares_ahead, is_filled=facts.prepares_ahead)
     survey = Survey(runner, facts.grain, facts.wave, seconds, progress)
     survey.explore()
     survey.repeat()
-    wake = 0.0 if facts.ahead else survey.wake()  # with `ahead` the device is a GPU, and its clock is not the host's
+    wake = (
+        0.0 if facts.prepares_ahead else survey.wake()
+    )  # with `prepares_ahead` the device is a GPU, and its clock is not the host's
     survey.runner.finish()
     perform = partial(
         rehearse,
@@ -69,7 +72,7 @@ def calibrate(
         max_num_batched_tokens=max_num_batched_tokens,
         speed=survey.prefill_speed(),
     )
-    if not facts.ahead:
+    if not facts.prepares_ahead:
         return survey.conclude(
             facts.device, perform(phases=(LONE_SEQUENCE, *PHASES), seconds=REHEARSAL_SHARE * seconds), wake
         )

@@ -33,15 +33,15 @@ def closed(schema: Any) -> Any:
     return schema
 
 
-def _close(schema: Any, place: str, is_part: bool, parts: set[str]) -> Any:
-    """Returns a closed copy of the schema at the JSON pointer `place`. Adds references to `parts`."""
+def _close(schema: Any, pointer: str, is_part: bool, parts: set[str]) -> Any:
+    """Returns a closed copy of the schema at the JSON pointer `pointer`. Adds references to `parts`."""
     if not isinstance(schema, dict):
         return schema
-    is_part = is_part or place in parts
+    is_part = is_part or pointer in parts
     is_shared = is_part or sum(name in schema for name in ("properties", *_OPEN, *_JOINED)) > 1
     found = dict(schema)
     for name, value in schema.items():
-        at = f"{place}/{name}"
+        at = f"{pointer}/{name}"
         if isinstance(value, dict) and name in _BY_NAME:
             # A property that several parts may describe is not fully listed by any of them.
             partly = is_part and name in ("properties", "patternProperties")

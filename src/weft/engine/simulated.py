@@ -11,7 +11,9 @@ from weft.engine.executor import Bytes, DeviceMemory, ExecutorFacts, StepInputs,
 from weft.kv.spec import KVLayout, KVSpec
 
 VIRTUAL_LAYOUT = KVLayout(num_layers=1, block_size=16, num_kv_heads=1, head_dim=1, dtype="float32")
-VIRTUAL_FACTS = ExecutorFacts("virtual", "virtual", VIRTUAL_LAYOUT, vocab_size=1 << 16, dtypes="none", ahead=True)
+VIRTUAL_FACTS = ExecutorFacts(
+    "virtual", "virtual", VIRTUAL_LAYOUT, vocab_size=1 << 16, dtypes="none", prepares_ahead=True
+)
 SAMPLED_TOKEN = 1  # what every row samples
 
 

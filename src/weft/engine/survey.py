@@ -190,7 +190,7 @@ class Survey:
         found = self.found.setdefault(mix, [])
         found.append(seconds)
         self.median[mix] = sorted(found)[(len(found) - 1) // 2]  # of two the lower: outliers are always slower
-        if self.runner.ahead and not mix.decodes and self.runner.heating < seconds <= LONGEST_HEATER_SECONDS:
+        if self.runner.prepares_ahead and not mix.decodes and self.runner.heating < seconds <= LONGEST_HEATER_SECONDS:
             self.runner.heater, self.runner.heating = mix, seconds
         self.progress(min(1.0, self.spent / self.seconds))
         return seconds
