@@ -26,8 +26,8 @@ def matvec(
 ) -> Tensor:
     """x [N, K] times weight [M, K] transposed, plus bias [M]; N <= MAX_ROWS. Written to `out` if given.
 
-    Weights are read before the previous kernel on the stream has ended (see `fused.PDL`), so that kernel must not write
-    them. Only one call at a time may run on a device: calls share the counters for partial sums.
+    Weights are read before the previous kernel on the CUDA stream has ended (see `fused.PDL`), so that kernel must not
+    write them. Only one call at a time may run on a device: calls share the counters for partial sums.
     """
     return _launch(x, weight, bias, out, False, config)
 
