@@ -38,8 +38,8 @@ class Busy(NamedTuple):
 
 def decode(engine: Engine, batch: int, steps: int) -> list[dict[str, Any]]:
     """What the device did in `steps` steps that carry only `batch` decodes."""
-    streams = open_decodes(engine, batch)
-    while min(len(stream.output) for stream in streams) < SETTLE:
+    sequences = open_decodes(engine, batch)
+    while min(len(sequence.output) for sequence in sequences) < SETTLE:
         engine.loop.step()
     torch.cuda.set_sync_debug_mode("error")
     try:

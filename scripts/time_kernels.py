@@ -126,7 +126,7 @@ def time_chain(device: torch.device, quick: bool) -> None:
                 spans[pdl] = seconds([chain.run] * 3) / count
         both = ", ".join(f"{'overlapping' if pdl else 'one by one'} {span * 1e6:.2f} us" for pdl, span in spans.items())
         print(f"layer N={rows} T=256: {both}", flush=True)
-        if rows <= ops.FEW and not quick:
+        if rows <= ops.FEW_ROWS and not quick:
             _tune_chain(chain, rows, count)
 
 
@@ -307,7 +307,7 @@ def time_decode(device: torch.device, quick: bool) -> None:
             read = int(np.sum(contexts)) * kv_heads * dim * 4
             rates = []
             for programs in (2, 3, 4):
-                with changed(decode, "PROGRAMS", programs):
+                with changed(decode, "PROGRAMS_PER_SM", programs):
                     wanted = decode.wanted_shares(kv_heads, sm_count)
                 work = _shares(device, [int(c) - 1 for c in contexts], wanted)
                 workspace = decode.Workspace.of(batch, group * kv_heads, kv_heads, dim, wanted, device)

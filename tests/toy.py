@@ -19,7 +19,7 @@ from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 from weft.engine.params import SamplingParams
 from weft.engine.sequence import SchedulingParams, Sequence
-from weft.engine.structured import Form, RequestGrammar
+from weft.engine.structured import CompiledGrammar, RequestGrammar
 from weft.kv.spec import KVLayout, KVSpec
 
 VOCAB = 50
@@ -72,7 +72,7 @@ class ToyMatcher:
         return allowed
 
 
-class ToyForm(Form):
+class ToyGrammar(CompiledGrammar):
     def __init__(self, matcher: ToyMatcher) -> None:
         super().__init__("", cast(Any, SimpleNamespace(vocab_size=VOCAB, eos_tokens=[EOS])))
         self._only = matcher
@@ -246,7 +246,7 @@ def toy_stream(
         arrival=arrival,
         scheduling=SchedulingParams(**scheduling),
         sibling=sibling,
-        grammar=None if matcher is None else RequestGrammar(ToyForm(matcher)),
+        grammar=None if matcher is None else RequestGrammar(ToyGrammar(matcher)),
     )
 
 

@@ -272,7 +272,7 @@ class LLM:
                 # A step of another stream may have brought tokens for this one: emit them before running another step.
                 text, ids = completion.text[shown:], completion.token_ids[tokens:]
                 shown, tokens = shown + len(text), tokens + len(ids)
-                prefilled = total if tokens else min(total, self.engine.loop.prefilled(reader.sequence))
+                prefilled = total if tokens else min(total, self.engine.loop.num_computed_tokens(reader.sequence))
                 if ids or reader.done or prefilled != seen:
                     yield Delta(text, ids, prefilled, total, completion.finish_reason, completion.metrics)
                 seen = prefilled

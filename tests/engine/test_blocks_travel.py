@@ -15,7 +15,7 @@ from weft import LLM, SamplingParams
 from weft.engine.executor import Bytes, ExecutorFacts
 from weft.engine.fingerprint import block_space
 from weft.engine.hashing import prompt_hashes, root_hash
-from weft.engine.simulated import LAYOUT
+from weft.engine.simulated import VIRTUAL_LAYOUT
 from weft.models import load_config
 
 PROMPT = list(range(2, 60))
@@ -88,7 +88,7 @@ def test_names_depend_on_all_that_changes_the_numbers(tmp_path: Path) -> None:
 
 def space_of(path: Path, **changes: Any) -> bytes:
     given: dict[str, Any] = {"load_format": "auto", "max_model_len": 64, **changes}
-    facts = ExecutorFacts("a machine", given.pop("device_type", "cpu"), LAYOUT, 64, "float64")
+    facts = ExecutorFacts("a machine", given.pop("device_type", "cpu"), VIRTUAL_LAYOUT, 64, "float64")
     return block_space(path, load_config(path), facts, **given)
 
 

@@ -23,9 +23,9 @@ from weft.engine.calibration import (
 )
 from weft.engine.executor import ExecutorFacts, StepInputs, StepMasks, StepResult
 from weft.engine.executor_facts import device_name
-from weft.engine.rehearsal import ACTS, BURSTS, FULL
-from weft.engine.run_calibration import REHEARSAL, calibrate
-from weft.engine.simulated import LAYOUT, SimulatedExecutor, VirtualClock
+from weft.engine.rehearsal import BURSTS, FULL_STEPS, PHASES
+from weft.engine.run_calibration import REHEARSAL_SHARE, calibrate
+from weft.engine.simulated import VIRTUAL_LAYOUT, SimulatedExecutor, VirtualClock
 
 SLOW = Coefficients(fixed=2e-3, weights=3e-3, token=2e-4, pair=3e-8, slice=2e-4, decode=5e-5, context=1e-6)
 FAST = Coefficients(fixed=2e-3, weights=6e-3, token=2e-5, pair=8e-10, slice=2e-5, decode=1e-5, context=3e-8)
@@ -55,7 +55,7 @@ class Pending:
         return self.run()
 
 
-FACTS = ExecutorFacts("a machine", "cpu", LAYOUT, vocab_size=100, dtypes="none")
+FACTS = ExecutorFacts("a machine", "cpu", VIRTUAL_LAYOUT, vocab_size=100, dtypes="none")
 
 
 class Device(SimulatedExecutor):
@@ -163,7 +163,7 @@ class PreparedAhead(SimulatedExecutor):
     """A device with a host that takes long to prepare a step, unless it can do so while another one runs."""
 
     def __init__(self, device: Device, **facts: int) -> None:
-        super().__init__(VirtualClock(), facts=FACTS._replace(ahead=True, **facts))  # type: ignore[arg-type]
+        super().__init__(VirtualClock(), facts=FACTS._replace(prepares_ahead=True, **facts))  # type: ignore[arg-type]
         self.device = device
         self.fill_kv_cache_with_noise = self.device.fill_kv_cache_with_noise
         self.in_flight = 0
@@ -187,7 +187,7 @@ class PreparedAhead(SimulatedExecutor):
 def test_where_steps_are_prepared_ahead_the_host_costs_nothing() -> None:
     device = PreparedAhead(Device(FAST, LIMITS, noise=0.01))
     found = calibrate(device, **LIMITS)
-    assert device.waits == 1 + len(ACTS) + len(FULL) + len(BURSTS), (
+    assert device.waits == 1 + len(PHASES) + len(FULL_STEPS) + len(BURSTS), (
         "but for the beginnings, the device is to be as busy as it is in service"
     )
     assert device.in_flight == 0
@@ -217,7 +217,7 @@ def test_it_keeps_to_its_time_and_mixes_decodes_with_slices() -> None:
     device = Device(SLOW, LIMITS, noise=0.03)
     shares: list[float] = []
     found = calibrate(device, **LIMITS, seconds=3.0, progress=shares.append)
-    assert 2.7 < device.now - 100 - REHEARSAL * 3.0 < 3.6
+    assert 2.7 < device.now - 100 - REHEARSAL_SHARE * 3.0 < 3.6
     assert device.in_flight == 0
     assert len(shares) < found.steps <= len(device.shapes)
     assert found.largest == max(shape.tokens for shape in device.shapes)

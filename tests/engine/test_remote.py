@@ -29,7 +29,7 @@ from tests.core.test_company import is_constrained, open_stream
 from tests.strength import examples
 from tests.toy import ReluctantExecutor, ToyExecutor, solo, toy_loop, toy_stream
 from weft.core import StepBatch
-from weft.engine.remote import HEADER, RemoteExecutor, serve_executor
+from weft.engine.remote import MESSAGE_HEADER, RemoteExecutor, serve_executor
 from weft.errors import EngineError
 from weft.kv.spec import KVSpec
 
@@ -222,7 +222,7 @@ def test_garbage_ends_the_connection_and_closes_the_executor() -> None:
 
     server = threading.Thread(target=serve)
     server.start()
-    near.sendall(HEADER.pack(5, 1, False) + b"\xc1garb")
+    near.sendall(MESSAGE_HEADER.pack(5, 1, False) + b"\xc1garb")
     server.join()
     assert closed.is_set()
     assert near.recv(1) == b""

@@ -23,9 +23,9 @@ def served(coefficients: Coefficients, hot: float, noise: float = 0.0) -> list[R
         if random.uniform() < 0.5:
             shape = coefficients.with_slice(shape, 0, int(random.integers(1, 990)))
         idle = 0.05 if random.uniform() < 0.02 else 0.0
-        heat.rest(idle)
+        heat.note_idle(idle)
         seconds = coefficients.predict(shape) * math.exp(hot * heat.share + random.normal(0, noise))
-        heat.run(shape, seconds)
+        heat.note_step(shape, seconds)
         steps.append(RunStep(shape, seconds, idle))
     return steps
 
@@ -70,13 +70,13 @@ def test_heat_follows_the_load_and_fades() -> None:
     heat = Heat(COST)
     decode = StepShape(32, decodes=32, context=0.0)
     prefill = COST.with_slice(StepShape(), 0, 2048)
-    heat.run(decode, 0.005)
+    heat.note_step(decode, 0.005)
     assert heat.share == 0
     for _ in range(10):
-        heat.run(prefill, COST.predict(prefill))
+        heat.note_step(prefill, COST.predict(prefill))
     assert 0.8 < heat.share <= 1
     before = heat.share
-    heat.rest(0.03)
+    heat.note_idle(0.03)
     assert heat.share == pytest.approx(before / math.e)
 
 

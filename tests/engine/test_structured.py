@@ -185,7 +185,7 @@ def test_a_form_may_begin_behind_a_thought(llm: LLM, form: str) -> None:
         (False, "So</think>" + reply, False),
     ):
         structure = replace(wish, behind=Thoughts("<think>", "</think>", is_open))
-        matcher = llm.engine.grammars.compile(structure)[0].form.matcher()
+        matcher = llm.engine.grammars.compile(structure)[0].compiled.matcher()
         matcher.try_consume_tokens(llm.tokenizer.encode(text, add_special_tokens=False))
         assert matcher.is_accepting() == accepted, text
 
@@ -213,9 +213,9 @@ def test_calls_may_come_instead_of_a_form(llm: LLM, form: str) -> None:
         (special, reply, True),
         (Calls(CALL), '{"name": "f"}', True),
     ):
-        for behind, thought in ((None, ""), (Thoughts("<think>", "</think>", open=True), "Well.</think>")):
+        for behind, thought in ((None, ""), (Thoughts("<think>", "</think>", starts_in_prompt=True), "Well.</think>")):
             structure = replace(wish, calls=calls, behind=behind)
-            matcher = llm.engine.grammars.compile(structure)[0].form.matcher()
+            matcher = llm.engine.grammars.compile(structure)[0].compiled.matcher()
             ids = llm.tokenizer.encode(thought + text, add_special_tokens=False)
             whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
             assert whole == accepted, (text, behind)
@@ -227,7 +227,7 @@ def test_the_schema_of_calls_is_checked_too() -> None:
 
 
 def test_a_thought_is_free_and_what_follows_is_not(llm: LLM) -> None:
-    wish = StructuredOutputs(choice=["yes", "no"], behind=Thoughts("<think>", ".", open=True))
+    wish = StructuredOutputs(choice=["yes", "no"], behind=Thoughts("<think>", ".", starts_in_prompt=True))
     result = generate(llm, structured_outputs=wish, temperature=1.2)
     thought, _, reply = result.text.partition(".")
     assert len(thought) > 1
@@ -240,8 +240,8 @@ def test_a_reply_that_may_begin_with_a_tag_does_not_swallow_the_thought(tmp_path
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.save(str(file))
-    structure = StructuredOutputs(regex=".*", behind=Thoughts("<think>", "</think>", open=False))
-    matcher = Grammars(file.parent, 259, (256,)).compile(structure)[0].form.matcher()
+    structure = StructuredOutputs(regex=".*", behind=Thoughts("<think>", "</think>", starts_in_prompt=False))
+    matcher = Grammars(file.parent, 259, (256,)).compile(structure)[0].compiled.matcher()
     ids = tokenizer.encode("<think>a\n\nb</think>c", add_special_tokens=False).ids
     assert matcher.try_consume_tokens(ids) == len(ids)
     assert matcher.is_accepting()
@@ -249,7 +249,10 @@ def test_a_reply_that_may_begin_with_a_tag_does_not_swallow_the_thought(tmp_path
 
 def test_thoughts_that_no_grammar_can_hold_are_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"structured_outputs\.regex cannot be used"):
-        generate(llm, structured_outputs=StructuredOutputs(regex="a", behind=Thoughts("a" * 10**6, "b", open=False)))
+        generate(
+            llm,
+            structured_outputs=StructuredOutputs(regex="a", behind=Thoughts("a" * 10**6, "b", starts_in_prompt=False)),
+        )
 
 
 def test_a_grammar_may_name_special_tokens(llm: LLM) -> None:
@@ -263,7 +266,7 @@ def test_a_grammar_may_name_special_tokens(llm: LLM) -> None:
 def test_a_grammar_that_fails_on_the_way_ends_its_request_and_no_other(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structured, "REHEARSAL", 1)
+    monkeypatch.setattr(structured, "DRY_RUN_TOKENS", 1)
     hostile = SamplingParams(structured_outputs=StructuredOutputs(regex="((a{1,90}){1,90}){1,90}"), max_tokens=200)
     plain = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     failed, other = llm.generate(["one", "other"], [hostile, plain], progress=False)
@@ -509,7 +512,7 @@ def test_a_stream_that_has_ended_leaves_no_mask(tmp_path: Path, masks: MaskBuild
 
 def test_equal_forms_are_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    monkeypatch.setattr(structured, "_rehearse", lambda kind, *_: tried.append(kind))
+    monkeypatch.setattr(structured, "_dry_run", lambda kind, *_: tried.append(kind))
     grammars = Grammars(write_letters(tmp_path, (0, 9)), 64, (0, 9))
     grammars.check(StructuredOutputs(json={"type": "null"}))
     assert len(grammars.compile(StructuredOutputs(json='{"type":  "null"}'), 3)) == 3
@@ -566,7 +569,7 @@ def test_what_one_request_uses_up_is_not_missing_to_another(tmp_path: Path, monk
     scarce = LLParserLimits(max_lexer_states=800, verbose_errors=False)
     monkeypatch.setattr(structured, "_limits", lambda: scarce)
     grammars = Grammars(write_letters(tmp_path, (0, 9)), 64, (0, 9))
-    one, other = (grammar.form.matcher() for grammar in grammars.compile(StructuredOutputs(regex=".*a.{20}"), 2))
+    one, other = (grammar.compiled.matcher() for grammar in grammars.compile(StructuredOutputs(regex=".*a.{20}"), 2))
     choose = random.Random(1)
     for matcher, tokens in ((one, 2000), (other, 20)):
         for _ in range(tokens):

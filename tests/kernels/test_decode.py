@@ -40,7 +40,7 @@ def test_decode_tilings(dtype: torch.dtype) -> None:
 
 def test_decode_merges(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """More splits than are read at once."""
-    monkeypatch.setattr(decode, "MERGED", 512)
+    monkeypatch.setattr(decode, "MERGED_NUMBERS", 512)
     _assert_attends(dtype, 4, 2, 64, 16, None, 48, (0, 64, 700))
     _assert_attends(dtype, 3, 1, 80, 16, 90, 16, (300, 20))
 

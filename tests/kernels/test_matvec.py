@@ -40,7 +40,7 @@ def _some_configs(rows: int, m: int, k: int, dtype: torch.dtype, gated: bool) ->
     """The default, the last candidate, and both with shared columns; splits may be without any."""
     found = matvec_tuning.candidates(rows, m, k, dtype, gated=gated)
     chosen = [found[0], found[-1]]
-    if -(-m // found[-1].block_m) <= matvec_tuning.PROGRAMS >= -(-m // found[0].block_m):
+    if -(-m // found[-1].block_m) <= matvec_tuning.DEVICE_PROGRAMS >= -(-m // found[0].block_m):
         chosen += [found[0]._replace(splits=2), found[-1]._replace(splits=5)]
     return chosen
 
@@ -53,9 +53,9 @@ def test_rows_are_tuned_for_in_buckets() -> None:
 
 def test_tuned_configurations_have_enough_counters() -> None:
     for (rows, m, _, _), config in matvec_tuning.TUNED.items():
-        assert config.splits == 1 or -(-m // config.block_m) <= matvec_tuning.PROGRAMS
+        assert config.splits == 1 or -(-m // config.block_m) <= matvec_tuning.DEVICE_PROGRAMS
         assert config.dot or rows == 1
 
 
 def test_only_what_was_tuned_can_be_faster_than_torch() -> None:
-    assert all(key in matvec_tuning.TUNED and key[0] > ops.FEW for key in matvec_tuning.FASTER)
+    assert all(key in matvec_tuning.TUNED and key[0] > ops.FEW_ROWS for key in matvec_tuning.FASTER)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kernels.shares import MOST_SPLITS, TILE, divide, most_shares
+from weft.kernels.shares import MOST_SPLITS, SHARE_TILE, divide, most_shares
 
 positions = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 100_000)), max_size=40)
 
@@ -33,6 +33,6 @@ def test_every_key_that_a_row_sees_is_in_one_share(drawn: list[int], window: int
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=40), st.integers(1, 300))
 def test_no_share_is_much_longer_than_the_average(drawn: list[int], wanted: int) -> None:
     shares = divide(np.arange(len(drawn)), np.array(drawn, np.int64), None, wanted)
-    fair = (sum(drawn) + len(drawn)) / wanted + (len(drawn) / wanted + 1) * TILE  # rows begin new tiles
-    longest = max(max(drawn) / MOST_SPLITS + TILE, fair)
+    fair = (sum(drawn) + len(drawn)) / wanted + (len(drawn) / wanted + 1) * SHARE_TILE  # rows begin new tiles
+    longest = max(max(drawn) / MOST_SPLITS + SHARE_TILE, fair)
     assert (shares.end - shares.begin).max() <= longest

@@ -21,7 +21,7 @@ from tests.models.test_logits import CPU, load
 from weft.errors import ModelError
 from weft.kernels import ops
 from weft.models import CausalLM, Dtypes, load_config, load_model
-from weft.models.linear import Choose, Linear, LinearMethod, ParameterSource, PlainLinear, choose_method
+from weft.models.linear import ChooseMethod, Linear, LinearMethod, ParameterSource, PlainLinear, choose_method
 
 MODELS = Path(weft.__file__).parent / "models"
 METHODS = {"LinearMethod", "PlainLinear"}
@@ -106,7 +106,7 @@ def untied(method: type[Int8], name: str, layer: Linear, dtypes: Dtypes) -> Line
     return PlainLinear(dtypes.activations) if layer.is_tied else method(dtypes)
 
 
-def load_int8(path: Path, choose: Choose, dtypes: Dtypes = INT8, **options: Any) -> CausalLM:
+def load_int8(path: Path, choose: ChooseMethod, dtypes: Dtypes = INT8, **options: Any) -> CausalLM:
     limits: dict[str, Any] = {"device": CPU, "max_model_len": tiny.CONTEXT}
     return load_model(path, load_config(path), dtypes=dtypes, choose=choose, **limits, **options)
 

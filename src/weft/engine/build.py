@@ -31,10 +31,10 @@ if TYPE_CHECKING:  # torch takes seconds to import, and prepare_cpu() must come 
     from weft.models import ModelConfig
 
 MAX_BLOCKS = 1 << 22  # the host keeps about 100 bytes of state for each block
-CALIBRATION = 5.0  # seconds
-DEFAULT_GAP, DEFAULT_STEPS = 0.05, 2.0  # seconds, and decode steps: the larger is the default gap target
+CALIBRATION_SECONDS = 5.0
+DEFAULT_GAP_SECONDS, DEFAULT_GAP_STEPS = 0.05, 2.0  # decode steps; the larger of the two is the default gap target
 DEFAULT_TTFT, DEFAULT_TTFT_PER_1K = 1.0, 0.25  # seconds; the second is added per 1,000 prompt tokens
-LEAST_GAP = 1.5  # decode steps: the default minimum gap; less leaves no time for prefill
+LEAST_GAP_STEPS = 1.5  # decode steps; the default minimum gap; less leaves no time for prefill
 
 
 def build_engine(
@@ -63,7 +63,7 @@ def build_engine(
         )
     executor = _executor(options, path, config, longest)
     done("weights")
-    num_blocks = _prepare(options, executor, longest, done)
+    num_blocks = _allocate_and_warm_up(options, executor, longest, done)
     max_model_len = _fit_context(options, longest, num_blocks)
     calibrated_targets = None
     if options.has_targets:
@@ -114,7 +114,7 @@ def _executor(options: EngineOptions, path: Path, config: "ModelConfig", longest
         from weft.engine.cuda_executor import CudaExecutor, Limits
 
         if torch.cuda.get_device_capability(device)[0] == 9 and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-            # With a workspace, cuBLAS clears a counter in it before each larger product, and the stream waits for that:
+            # With a workspace, cuBLAS clears a counter in it before each larger product, and the device waits for that:
             # 1% of a mixed step of 512 tokens (Llama-3-8B on an H200). Both are set, because torch warns if the second
             # is larger than the first.
             os.environ.update(CUBLAS_WORKSPACE_CONFIG=":0:0", CUBLASLT_WORKSPACE_SIZE="0")
@@ -125,8 +125,8 @@ def _executor(options: EngineOptions, path: Path, config: "ModelConfig", longest
     return CpuExecutor(model, block_size=block_size, slots=slots, max_model_len=longest, device=device)
 
 
-def _prepare(options: EngineOptions, executor: Executor, longest: int, done: Callable[[str], None]) -> int:
-    """Takes an executor to its first step. Returns the number of blocks of its KV cache."""
+def _allocate_and_warm_up(options: EngineOptions, executor: Executor, longest: int, done: Callable[[str], None]) -> int:
+    """Allocates the KV cache and warms the executor up. Returns the number of blocks of the cache."""
     facts = executor.facts
     is_gpu = facts.device_type == "cuda"
     memory = executor.measure_memory()
@@ -163,9 +163,9 @@ def _calibration(
     if known is None or known.is_noisy:
         limits["num_blocks"] = num_blocks
         try:
-            found = _measure(executor, limits, CALIBRATION)
+            found = _calibrate(executor, limits, CALIBRATION_SECONDS)
         except EngineError:  # too few steps in the time: the machine is slow or busy
-            found = known or _measure(executor, limits, 4 * CALIBRATION)
+            found = known or _calibrate(executor, limits, 4 * CALIBRATION_SECONDS)
         if known is not None and known.error <= found.error:
             return known
         try:
@@ -176,7 +176,7 @@ def _calibration(
     return found
 
 
-def _measure(executor: Executor, limits: dict[str, Any], seconds: float) -> Calibration:
+def _calibrate(executor: Executor, limits: dict[str, Any], seconds: float) -> Calibration:
     with work_progress("calibrating", 1000, sys.stderr.isatty()) as advance:
         return calibrate(executor, seconds=seconds, progress=lambda share: advance(int(1000 * share)), **limits)
 
@@ -188,7 +188,7 @@ def _calibrated_targets(options: EngineOptions, calibration: Calibration) -> Cal
     if options.gap_target_ms is not None:
         gap, gap_source = options.gap_target_ms / 1000, Source.OPERATOR
     elif options.default_targets:
-        gap = max(DEFAULT_GAP, DEFAULT_STEPS * calibration.decode_step)
+        gap = max(DEFAULT_GAP_SECONDS, DEFAULT_GAP_STEPS * calibration.decode_step)
     ttft, per_1k, ttft_source = math.inf, options.ttft_target_per_1k_ms, Source.DEFAULT
     if options.default_targets:
         ttft = DEFAULT_TTFT
@@ -198,7 +198,7 @@ def _calibrated_targets(options: EngineOptions, calibration: Calibration) -> Cal
         ttft_source = Source.OPERATOR
     if per_1k is None:
         per_1k = 1000 * DEFAULT_TTFT_PER_1K if options.default_targets else 0.0
-    min_gap = LEAST_GAP * calibration.decode_step if least is None else least / 1000
+    min_gap = LEAST_GAP_STEPS * calibration.decode_step if least is None else least / 1000
     targets = Targets(
         gap=max(gap, min_gap),
         ttft=ttft,

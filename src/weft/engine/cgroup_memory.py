@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+CGROUP_FILE, CGROUP_MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 UNBOUNDED = 1 << 60  # cgroup version 1 shows a number near 2**63 if there is no limit
 
 
@@ -17,7 +17,7 @@ def available_memory() -> int:
     return min([free, *container_rooms()])
 
 
-def container_rooms(groups: Path = GROUPS, mount: Path = MOUNT) -> list[int]:
+def container_rooms(groups: Path = CGROUP_FILE, mount: Path = CGROUP_MOUNT) -> list[int]:
     """Bytes that each limited group can still allocate; empty if no group is limited."""
     rooms = []
     for folder, limit, used in _folders(groups, mount):

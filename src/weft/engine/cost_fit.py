@@ -9,7 +9,7 @@ from weft.core.coefficients import FEW, Coefficients
 from weft.core.refit import HUBER
 from weft.core.shape import StepShape
 
-ROUNDS = 20
+FIT_ROUNDS = 20
 
 
 def fit(shapes: Sequence[StepShape], seconds: Sequence[float], grain: int = 1, wave: int = 0) -> Coefficients:
@@ -27,7 +27,7 @@ def fit(shapes: Sequence[StepShape], seconds: Sequence[float], grain: int = 1, w
     by_bytes = tokens <= np.median(tokens)
     trust = np.ones(len(measured))
     solution = np.zeros(3 + others.shape[1])
-    for _ in range(ROUNDS):
+    for _ in range(FIT_ROUNDS):
         # Columns: fixed and token if arithmetic bounds the step, fixed + weights if bytes do, then the common ones.
         design = np.hstack([~by_bytes, by_bytes, tokens * ~by_bytes, others]) / measured[:, None]
         solution = _non_negative(design, trust)

@@ -24,7 +24,7 @@ from weft.models import CausalLM
 # Steps with prefill are padded to a multiple of this many tokens. The library compiles its products for each number of
 # tokens (3 ms of 20 ms for a prompt of 100 tokens with the default model on two cores) and caches about a thousand of
 # them. With 128 different numbers all stay cached; with 2,048 hardly any.
-GRAIN = 16
+CPU_GRAIN = 16
 
 
 class CpuExecutor:
@@ -47,7 +47,7 @@ class CpuExecutor:
         self.model = model
         self.device = device
         self.clock = clock
-        self.facts = facts_of(model, device, block_size, grain=GRAIN)
+        self.facts = facts_of(model, device, block_size, grain=CPU_GRAIN)
         self.kv = KVPool(KVSpec(self.facts.layout, 0), device)  # until `allocate_kv_cache`
         self.sampler = Sampler(slots, config.vocab_size, device)
         self.pooler = Pooler()
@@ -139,8 +139,8 @@ class CpuExecutor:
         size = self.kv.block_size
         padded = where
         if batch.num_tokens > batch.num_decodes:
-            padded = F.pad(where, (0, -batch.num_tokens % GRAIN))
-            token_ids = F.pad(token_ids, (0, -batch.num_tokens % GRAIN))
+            padded = F.pad(where, (0, -batch.num_tokens % CPU_GRAIN))
+            token_ids = F.pad(token_ids, (0, -batch.num_tokens % CPU_GRAIN))
         slot_of_token = self._upload(np.repeat(batch.slots, batch.count))
         kv_indices = self._block_tables[slot_of_token, where // size] * size + where % size
         width = int((batch.first + batch.count).max() - 1) // size + 1  # blocks of the longest row

@@ -25,7 +25,7 @@ from weft.core import StepBatch
 from weft.engine.executor import Bytes, DeviceMemory, StepInputs, StepMasks, StepResult
 from weft.engine.executor_facts import facts_of
 from weft.engine.graphs import (
-    GRAIN,
+    GRAPH_GRAIN,
     FullGraph,
     PiecewiseGraph,
     PromptAttention,
@@ -123,8 +123,10 @@ class CudaExecutor:
         self._flashinfer: flashinfer.FlashInfer | None = None
         self._prompt_kv_target: PromptKVTarget | None = None
         if flashinfer.is_usable(config.head_dim, model.dtypes.kv_cache):
-            kind = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, model.dtypes.kv_cache)
-            self._flashinfer = flashinfer.FlashInfer(*kind, limits.max_model_len, device, self._uploader.upload)
+            sizes = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
+            self._flashinfer = flashinfer.FlashInfer(
+                *sizes, model.dtypes.kv_cache, limits.max_model_len, device, self._uploader.upload
+            )
             if self._flashinfer.prompt_copy.capacity:
                 copy_slot_on_device = self._staged_copy_slot.numbers[0]
                 self._prompt_kv_target = PromptKVTarget(self._flashinfer.prompt_copy.copy, copy_slot_on_device)
@@ -132,8 +134,8 @@ class CudaExecutor:
         self._sampling_graphs: dict[int, SamplingGraphs] = {}
         self._mixed_graphs: dict[int, PiecewiseGraph] = {}
         wave = 0 if self._flashinfer is None else self._flashinfer.wave
-        grain = GRAIN if model.can_be_captured else 1
-        self.facts = facts_of(model, device, block_size, ahead=True, grain=grain, wave=wave)
+        grain = GRAPH_GRAIN if model.can_be_captured else 1
+        self.facts = facts_of(model, device, block_size, prepares_ahead=True, grain=grain, wave=wave)
         self._sampled_tokens_pinned = pinned(NUM_BUFFERS, limits.max_num_seqs)
         self._replace_kv_pool(KVSpec(self.facts.layout, 1))  # until `allocate_kv_cache`
 
@@ -322,7 +324,7 @@ class CudaExecutor:
     # Steps with prompts
 
     def _forward(self, batch: StepBatch, inputs: StepInputs, *, all_rows: bool = False) -> Tensor:
-        """Runs a step that has prompts, or more decodes than any decode graph.
+        """Runs a step that has prompts, or that fits no decode graph.
 
         Returns the hidden states of the sampled rows, followed by padding, or (`all_rows`) those of all tokens."""
         tokens, decodes = self._token_arrays(batch, inputs), batch.num_decodes
@@ -340,7 +342,7 @@ class CudaExecutor:
         views = TokenInputs(*self._uploader.upload(*tokens))
         if decodes:
             views.ids[:decodes] = self._last_token.index_select(0, views.slots[:decodes])
-        sampled_rows = None  # all tokens: in a step of decodes alone, every token is sampled from
+        sampled_rows = None  # then all tokens are returned; in a step of decodes alone, all are sampled from
         if prefills is not None and not all_rows:
             sampled_rows = self._sampled_rows(self._padded_logits_rows(int(batch.samples.sum())))
         where = (views.slots, views.positions, decodes)

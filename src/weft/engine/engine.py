@@ -1,4 +1,4 @@
-"""Engine: a loop, the model's limits that requests are checked against, and the latency targets."""
+"""Engine: checks requests and creates their Sequences, which its loop runs."""
 
 import itertools
 import random
@@ -33,14 +33,17 @@ class RequestOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibratedTargets:
-    """The latency targets of an engine, and the calibration of its step times that makes them keepable."""
+    """The latency targets of an engine, and the calibration of its step times, without which no target can be kept."""
 
     targets: Targets
     calibration: Calibration
 
 
 class Engine:
-    """Checks requests and opens their sequences. The loop runs them."""
+    """The front of the engine: checks requests, and creates their Sequences. It runs nothing: `loop` does.
+
+    It knows what requests are checked against: the model's limits, the grammars, and the latency targets.
+    """
 
     def __init__(
         self,

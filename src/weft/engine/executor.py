@@ -71,7 +71,7 @@ class ExecutorFacts(NamedTuple):
     layout: KVLayout  # of its KV cache
     vocab_size: int
     dtypes: str  # of the model's numbers
-    ahead: bool = False  # prepares a step while the step before runs
+    prepares_ahead: bool = False  # can prepare a step while the step before runs
     grain: int = 1  # steps with prefill are padded to a multiple of this many tokens
     wave: int = 0  # queries of a prefill slice that read the context in one pass; 0: all
 

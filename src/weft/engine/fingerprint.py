@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.engine.executor import ExecutorFacts
+from weft.engine.hashing import DIGEST_BYTES
 
 if TYPE_CHECKING:
     from weft.models import ModelConfig
 
-DIGEST_BYTES = 16
 SAMPLE_BYTES = 1024  # of each tensor
 
 
@@ -48,14 +48,14 @@ def fingerprint(path: Path, load_format: str, device_type: str) -> str:
         start, tensors = headers[files[name]]
         begin, end = tensors[name]["data_offsets"]
         digest.update(f"{name} {tensors[name]['dtype']} {tensors[name]['shape']}".encode())
-        with files[name].open("rb") as stream:
-            stream.seek(start + max(begin, (begin + end - SAMPLE_BYTES) // 2))
-            digest.update(stream.read(min(SAMPLE_BYTES, end - begin)))
+        with files[name].open("rb") as reader:
+            reader.seek(start + max(begin, (begin + end - SAMPLE_BYTES) // 2))
+            digest.update(reader.read(min(SAMPLE_BYTES, end - begin)))
     return digest.hexdigest()
 
 
 def _header(file: Path) -> tuple[int, dict[str, dict[str, list[int]]]]:
     """Where the tensors of a safetensors file start, and its header, which the loader has checked."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        return 8 + length, json.loads(stream.read(length))
+    with file.open("rb") as reader:
+        length = int.from_bytes(reader.read(8), "little")
+        return 8 + length, json.loads(reader.read(length))

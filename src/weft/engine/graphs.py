@@ -14,8 +14,10 @@ from torch import Tensor
 from weft.kernels.attention import AttentionParams
 
 PromptAttention = Callable[[AttentionParams, Tensor, Tensor], None]  # arguments: a layer's parameters, queries, output
-GRAIN = 128  # tokens between two sizes of mixed steps up to 1,024 (and 64 is a size); larger sizes are farther apart
-MOST_PADDING = 1.25  # a graph may run up to this many times the tokens of a step, plus GRAIN
+GRAPH_GRAIN = (
+    128  # tokens between two sizes of mixed steps up to 1,024 (and 64 is a size); larger sizes are farther apart
+)
+MOST_PADDING = 1.25  # a graph may run up to this many times the tokens of a step, plus GRAPH_GRAIN
 LAUNCH_WORK = (
     1 << 37
 )  # tokens * parameters of a layer: with less, the device takes less time than the host to launch it
@@ -112,13 +114,19 @@ def mixed_sizes(max_num_batched_tokens: int, layer_parameters: int) -> list[int]
     10.3 ms for 512).
     """
     most = min(max_num_batched_tokens, max(2048, min(LAUNCH_WORK // layer_parameters, 8192)))
-    parts = ((64, GRAIN, 64), (GRAIN, 1024, GRAIN), (1024, 2048, 256), (2048, 4096, 512), (4096, 1 << 20, 1024))
+    parts = (
+        (64, GRAPH_GRAIN, 64),
+        (GRAPH_GRAIN, 1024, GRAPH_GRAIN),
+        (1024, 2048, 256),
+        (2048, 4096, 512),
+        (4096, 1 << 20, 1024),
+    )
     return sorted({*_ladder(*parts, most=most), most})
 
 
 def is_graph_faster(size: int, tokens: int, layer_parameters: int) -> bool:
     """Whether the graph for `size` runs a step of `tokens` faster than launching its kernels one by one."""
-    return size <= MOST_PADDING * tokens + GRAIN or size * layer_parameters <= LAUNCH_WORK
+    return size <= MOST_PADDING * tokens + GRAPH_GRAIN or size * layer_parameters <= LAUNCH_WORK
 
 
 def _ladder(*parts: tuple[int, int, int], most: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Block hashes for the prefix cache: digests of a block's tokens and of all tokens before it.
 
-The names mean the same in every process that serves the same model in the same way (see fingerprint.py).
+The hashes are equal in every process that serves the same model in the same way (see fingerprint.py).
 """
 
 import hashlib

@@ -200,7 +200,7 @@ class Loop(StepLoop[TokenEvent]):
         if self.table.remove(sequence):
             self.scheduler.abort(sequence.request, reason, self.clock())
 
-    def prefilled(self, sequence: Sequence) -> int:
-        """Number of tokens of a sequence with computed keys and values, for progress displays."""
+    def num_computed_tokens(self, sequence: Sequence) -> int:
+        """Tokens of a sequence with computed keys and values, for progress displays."""
         slot = sequence.request.slot
         return int(self.scheduler.slots.computed[slot]) if slot >= 0 else 0

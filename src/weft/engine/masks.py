@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from weft.engine.sequence import Sequence
 from weft.engine.structured import Mask, NoMatcherError, RequestGrammar
 
-THREADS = 4  # several, so that a slow mask does not delay the masks of other sequences
+MASK_THREADS = 4  # several, so that a slow mask does not delay the masks of other sequences
 MATCHER_THREADS = 2
-NICE = 10  # of the threads that build matchers; the loop runs at 0
+MATCHER_NICENESS = 10  # of the threads that build matchers; the loop runs at 0
 
 
 class MaskBuilder:
@@ -38,19 +38,19 @@ class MaskBuilder:
         self._ready: dict[Sequence, Mask] = {}
         self._new: list[Future[Mask]] = []  # started since the last wait
         # Both pools start threads on demand.
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-masks")
-        self._matchers = ThreadPoolExecutor(
+        self._mask_threads = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="weft-masks")
+        self._matcher_threads = ThreadPoolExecutor(
             MATCHER_THREADS, thread_name_prefix="weft-matchers", initializer=_lower_priority
         )
 
     def add(self, sequence: Sequence) -> None:
         """Starts computing the mask of a sequence's first token."""
         self.sequences.add(sequence)
-        self._begin(sequence, None)
+        self._start_mask(sequence, None)
 
     def advance(self, sequence: Sequence, token: int) -> None:
         """Starts computing the mask after `token`, the last token of the sequence's output."""
-        self._begin(sequence, token)
+        self._start_mask(sequence, token)
 
     def drop(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended. Does nothing if it has no grammar."""
@@ -65,8 +65,8 @@ class MaskBuilder:
 
     def close(self) -> None:
         self.clear()
-        self._pool.shutdown()
-        self._matchers.shutdown()
+        self._mask_threads.shutdown()
+        self._matcher_threads.shutdown()
 
     def wait_for_new(self, seconds: float) -> bool:
         """Waits up to `seconds` for new masks. Each mask is waited for only once. Returns whether it waited."""
@@ -96,14 +96,14 @@ class MaskBuilder:
         Matchers of sequences without output are built while the step runs."""
         for sequence in sequences:
             if not sequence.output and sequence.grammar is not None:
-                self._matchers.submit(sequence.grammar.prepare)
+                self._matcher_threads.submit(sequence.grammar.prepare)
         return np.stack([self._ready[sequence] for sequence in sequences])
 
-    def _begin(self, sequence: Sequence, token: int | None) -> None:
+    def _start_mask(self, sequence: Sequence, token: int | None) -> None:
         assert sequence.grammar is not None, "only a sequence with a grammar has masks"
         too_short = len(sequence.output) < sequence.params.min_tokens
         banned = tuple(sequence.stop_ids) if too_short else ()
-        pool = self._pool if sequence.grammar.is_ready(token) else self._matchers
+        pool = self._mask_threads if sequence.grammar.is_ready(token) else self._matcher_threads
         pending = pool.submit(_build, sequence.grammar, token, banned)
         self._ready.pop(sequence, None)
         self._pending[sequence] = pending
@@ -113,7 +113,7 @@ class MaskBuilder:
 def _lower_priority() -> None:
     """Lowers the priority of this thread. Linux only: elsewhere a priority applies to the whole process."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), MATCHER_NICENESS)
 
 
 def _build(grammar: RequestGrammar, token: int | None, banned: abc.Sequence[int]) -> Mask:
@@ -122,8 +122,8 @@ def _build(grammar: RequestGrammar, token: int | None, banned: abc.Sequence[int]
         mask = grammar.mask(token)
     except NoMatcherError:  # ends only this sequence
         traceback.print_exc()
-        words = -(-grammar.form.tokenizer.vocab_size // 32)
-        return _pack(grammar.form.tokenizer.eos_tokens, words)
+        words = -(-grammar.compiled.tokenizer.vocab_size // 32)
+        return _pack(grammar.compiled.tokenizer.eos_tokens, words)
     if banned:
         others = mask & ~_pack(banned, len(mask))
         return others if others.any() else mask

@@ -19,7 +19,7 @@ from weft.engine.sequence import Sequence
 from weft.engine.simulated import SimulatedExecutor, VirtualClock
 
 FEW_ROWS, MANY_ROWS = 16, 128
-STEPS = 60  # to measure
+MEASURED_STEPS = 60  # to measure
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 500  # of an ordinary prompt
 # Time of the API process to send a token, divided by the loop's time for a row of a step. Both are Python, so the ratio
@@ -58,16 +58,19 @@ class _LoopSeconds(NamedTuple):
 
 def _step_seconds(rows: int, cost: Coefficients) -> _LoopSeconds:
     scheduler = Scheduler(
-        policy=slo(CostModel(cost), 8192), num_blocks=4096, block_size=BLOCK_SIZE, max_num_seqs=rows + STEPS + 1
+        policy=slo(CostModel(cost), 8192),
+        num_blocks=4096,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=rows + MEASURED_STEPS + 1,
     )
     loop = Loop(scheduler, SimulatedExecutor(VirtualClock()))
     for number in range(rows):
-        loop.add(_sequence(number, 4 * STEPS))
+        loop.add(_sequence(number, 4 * MEASURED_STEPS))
     while scheduler.num_waiting:
         loop.step()
-    decode = [_time_step(loop) for _ in range(STEPS)]
+    decode = [_time_step(loop) for _ in range(MEASURED_STEPS)]
     prefill = []
-    for number in range(STEPS // 4):
+    for number in range(MEASURED_STEPS // 4):
         loop.add(_sequence(rows + number, 1))
         prefill.append(_time_step(loop))
         _time_step(loop)
@@ -81,12 +84,12 @@ def _time_step(loop: Loop) -> float:
 
 
 def _arrival() -> float:
-    taken = []
+    seconds = []
     for number in range(16):
         started = time.perf_counter()
         _sequence(number, 1, PROMPT_TOKENS)
-        taken.append(time.perf_counter() - started)
-    return _p20(taken)
+        seconds.append(time.perf_counter() - started)
+    return _p20(seconds)
 
 
 def _visit(cost: Coefficients) -> float:
@@ -102,13 +105,13 @@ def _visit(cost: Coefficients) -> float:
     rows = PromptRows.of([request.packed for request in requests])
     lineup = Lineup(requests, np.arange(len(requests)), rows, list(range(len(requests))))
     load = StepLoad(0.0, decodes_alone(64, 64 * PROMPT_TOKENS), 60.0)
-    taken = []
+    seconds = []
     for _ in range(5):
         started = time.perf_counter()
         policy.admission.screen(requests, lambda newcomers: lineup, load, GROUPS)
-        taken.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - started)
     # Besides the forecast, each new request is looked up in the prefix cache and queued: about the same time again.
-    return 2 * _p20(taken) / (len(requests) + GROUPS)
+    return 2 * _p20(seconds) / (len(requests) + GROUPS)
 
 
 def _p20(seconds: list[float]) -> float:

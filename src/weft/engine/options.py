@@ -54,7 +54,7 @@ class EngineOptions:
             raise OptionError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
         if not isinstance(self.enable_prefix_caching, bool):
             raise OptionError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")
-        self._check_promises()
+        self._check_targets()
         if self.load_format not in ("auto", "dummy"):
             raise OptionError(f"load_format={self.load_format!r} is unknown: choose auto or dummy")
 
@@ -71,7 +71,7 @@ class EngineOptions:
             raise OptionError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
         return cls(**options)
 
-    def _check_promises(self) -> None:
+    def _check_targets(self) -> None:
         if self.policy not in POLICIES:
             raise OptionError(f"policy={self.policy!r} is unknown: choose {', '.join(POLICIES)}")
         for name in ("gap_target_ms", "ttft_target_ms", "min_gap_target_ms"):

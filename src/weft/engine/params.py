@@ -16,7 +16,7 @@ class Thoughts(NamedTuple):
 
     start: str
     end: str
-    open: bool  # whether the prompt contains the start tag; else reasoning is optional
+    starts_in_prompt: bool  # whether the prompt contains the start tag; if not, reasoning is optional
 
 
 class Calls(NamedTuple):

@@ -21,13 +21,13 @@ from weft.engine.residuals import RunStep
 from weft.engine.sequence import Sequence
 
 PROMPT_SPREAD = 1.0  # standard deviation of the logarithm of a prompt's tokens
-SHORTEST = 16  # tokens of a median prompt; an act with fewer is left out
-STARTING = 1 / 3  # share of an act that its first prompts may take
-FIRST = 4  # first steps of an act, left out because the device was idle before them
+LEAST_PROMPT = 16  # tokens of a median prompt; a phase with fewer is left out
+FIRST_PROMPTS_SHARE = 1 / 3  # share of a phase that its first prompts may take
+SKIPPED_STEPS = 4  # first steps of a phase, left out because the device was idle before them
 
 
-class Act(NamedTuple):
-    """The load of one part of the rehearsal."""
+class LoadPhase(NamedTuple):
+    """The load of one phase of the rehearsal."""
 
     sequences: int  # running at once
     tokens: int  # limit of a step
@@ -36,20 +36,21 @@ class Act(NamedTuple):
     low: int | None = None  # a burst of new requests comes when only this many run; None: one as each ends
 
 
-LONE = Act(1, 512, 200, output=24)
-ACTS = (
-    Act(3, 512, 800),
-    Act(8, 1024, 800),
-    Act(20, 768, 500),
-    Act(48, 640, 300),
-    Act(96, 512, 200),
-    Act(160, 768, 120),
+LONE_SEQUENCE = LoadPhase(1, 512, 200, output=24)
+PHASES = (
+    LoadPhase(3, 512, 800),
+    LoadPhase(8, 1024, 800),
+    LoadPhase(20, 768, 500),
+    LoadPhase(48, 640, 300),
+    LoadPhase(96, 512, 200),
+    LoadPhase(160, 768, 120),
 )
-FULL = tuple(  # larger steps, as with `chunked`, of several sizes
-    Act(sequences, tokens, 600) for sequences, tokens in ((16, 2048), (32, 1152), (48, 1664), (64, 1408), (96, 1920))
+FULL_STEPS = tuple(  # larger steps, as with `chunked`, of several sizes
+    LoadPhase(sequences, tokens, 600)
+    for sequences, tokens in ((16, 2048), (32, 1152), (48, 1664), (64, 1408), (96, 1920))
 )
 BURSTS = tuple(  # some hundred milliseconds of decodes, then as long of prompts
-    Act(sequences, tokens, 600, output=60, low=sequences // 3)
+    LoadPhase(sequences, tokens, 600, output=60, low=sequences // 3)
     for sequences, tokens in ((16, 2048), (24, 768), (48, 2048))
 )
 
@@ -63,23 +64,24 @@ def rehearse(
     max_model_len: int,
     max_num_batched_tokens: int,
     speed: float,
-    acts: abc.Sequence[Act],
+    phases: abc.Sequence[LoadPhase],
     seconds: float,
 ) -> list[RunStep]:
-    """Serves for about `seconds`, divided among the acts, and returns the steps.
+    """Serves for about `seconds`, divided among the phases, and returns the steps.
 
     The executor must be idle, and is idle afterwards. `speed` is its approximate number of prefill tokens per second.
     """
     random = np.random.default_rng(2)
     found: list[RunStep] = []
-    tokens = speed * STARTING * seconds / len(acts) / np.exp(PROMPT_SPREAD**2 / 2)  # of all first prompts of an act
-    acts = [act._replace(prompt=min(act.prompt, int(tokens / act.sequences))) for act in acts]
-    acts = [act for act in acts if act.sequences <= max_num_seqs and act.prompt >= SHORTEST]
-    acts = acts or [Act(1, max_num_batched_tokens, SHORTEST)]
-    for act in acts:
+    # Tokens of all first prompts of a phase.
+    tokens = speed * FIRST_PROMPTS_SHARE * seconds / len(phases) / np.exp(PROMPT_SPREAD**2 / 2)
+    phases = [phase._replace(prompt=min(phase.prompt, int(tokens / phase.sequences))) for phase in phases]
+    phases = [phase for phase in phases if phase.sequences <= max_num_seqs and phase.prompt >= LEAST_PROMPT]
+    phases = phases or [LoadPhase(1, max_num_batched_tokens, LEAST_PROMPT)]
+    for phase in phases:
         records: list[StepRecord] = []
         scheduler = Scheduler(
-            policy=chunked(min(act.tokens, max_num_batched_tokens)),
+            policy=chunked(min(phase.tokens, max_num_batched_tokens)),
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -87,26 +89,28 @@ def rehearse(
             wave=executor.facts.wave,
         )
         loop = Loop(scheduler, executor, on_record=records.append)
-        opened = 0
-        while not records or records[-1].finished - records[0].started < seconds / len(acts):
-            is_low = act.low is None or len(loop.sequences) <= act.low
-            while is_low and len(loop.sequences) < act.sequences:
-                loop.add(_sequence(opened, act, max_model_len, executor.facts.vocab_size, random))
-                opened += 1
+        num_added = 0
+        while not records or records[-1].finished - records[0].started < seconds / len(phases):
+            is_low = phase.low is None or len(loop.sequences) <= phase.low
+            while is_low and len(loop.sequences) < phase.sequences:
+                loop.add(_sequence(num_added, phase, max_model_len, executor.facts.vocab_size, random))
+                num_added += 1
             loop.step()
         for sequence in list(loop.sequences.values()):
             loop.abort(sequence)
         loop.discard_in_flight()
         before = -math.inf
-        for record in records[FIRST:]:
+        for record in records[SKIPPED_STEPS:]:
             found.append(RunStep(record.shape, record.finished - record.started, max(0.0, record.started - before)))
             before = record.finished
     return found
 
 
-def _sequence(number: int, act: Act, max_model_len: int, vocab_size: int, random: np.random.Generator) -> Sequence:
-    output = int(random.integers(1, 1 + min(act.output, max(1, max_model_len // 4))))
-    length = int(random.lognormal(np.log(act.prompt), PROMPT_SPREAD))
+def _sequence(
+    number: int, phase: LoadPhase, max_model_len: int, vocab_size: int, random: np.random.Generator
+) -> Sequence:
+    output = int(random.integers(1, 1 + min(phase.output, max(1, max_model_len // 4))))
+    length = int(random.lognormal(np.log(phase.prompt), PROMPT_SPREAD))
     prompt = random.integers(vocab_size, size=max(1, min(length, max_model_len - output)), dtype=np.int32)
     return Sequence.create(
         f"{number:09d}",

@@ -38,10 +38,12 @@ from weft.engine.executor import (
 from weft.errors import EngineError
 from weft.kv.spec import KVSpec
 
-HEADER = struct.Struct(">QQ?")  # in front of every message: bytes that follow, number of the request, whether it failed
+MESSAGE_HEADER = struct.Struct(
+    ">QQ?"
+)  # in front of every message: bytes that follow, number of the request, whether it failed
 MAX_MESSAGE_BYTES = 1 << 34
 JOINED_BYTES = 1 << 16  # smaller messages are copied behind their header and sent together with it
-GONE = "the connection to the executor's process is closed"
+CONNECTION_CLOSED = "the connection to the executor's process is closed"
 
 
 class GetFacts(msgspec.Struct, tag=True):
@@ -149,7 +151,7 @@ class RemoteExecutor:
         data, found = wire.encode(message), Future[Any]()
         with self._lock:
             if self._open is None:
-                raise EngineError(GONE)
+                raise EngineError(CONNECTION_CLOSED)
             self._num_requests += 1
             self._open[self._num_requests] = found, kind
             self._sending.put((self._num_requests, data))
@@ -189,7 +191,7 @@ class RemoteExecutor:
             self._connection.shutdown(socket.SHUT_RDWR)  # ends the threads
         self._connection.close()
         for found, _ in left.values():
-            found.set_exception(EngineError(GONE))
+            found.set_exception(EngineError(CONNECTION_CLOSED))
 
 
 def serve_executor(executor: Executor, connection: socket.socket) -> None:
@@ -263,7 +265,7 @@ def _answer(answers: "SimpleQueue[tuple[int, Callable[[], Any]] | None]", connec
 
 
 def _send(connection: socket.socket, number: int, data: bytes, *, failed: bool = False) -> None:
-    head = HEADER.pack(len(data), number, failed)
+    head = MESSAGE_HEADER.pack(len(data), number, failed)
     if len(data) < JOINED_BYTES:
         connection.sendall(head + data)  # two packets would wait for each other
     else:
@@ -273,10 +275,10 @@ def _send(connection: socket.socket, number: int, data: bytes, *, failed: bool =
 
 def _receive(connection: socket.socket) -> tuple[int, bool, bytearray] | None:
     """Number, whether it failed, and contents of the next message; None if the connection is closed."""
-    head = _exactly(connection, HEADER.size)
+    head = _exactly(connection, MESSAGE_HEADER.size)
     if head is None:
         return None
-    length, number, failed = HEADER.unpack(head)
+    length, number, failed = MESSAGE_HEADER.unpack(head)
     if length > MAX_MESSAGE_BYTES:
         raise EngineError(f"a message of {length} bytes is above the limit of {MAX_MESSAGE_BYTES}")
     data = _exactly(connection, length)

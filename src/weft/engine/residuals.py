@@ -18,11 +18,13 @@ from weft.core.coefficients import Coefficients
 from weft.core.refit import HUBER
 from weft.core.shape import StepShape
 
-HEATING = 0.03  # seconds after which the GPU clock has followed a load change by two thirds; measured on an H200
-PRIOR = 4.0  # steps; a size with fewer measurements is assumed to be mostly like the others
-LITTLE = 1e-3  # weight of a prior of zero for heat: keeps the fit regular if no step is hot
-FEWEST = 64  # steps of each kind that a fit needs
-ROUNDS = 10
+HEATING_SECONDS = (
+    0.03  # seconds after which the GPU clock has followed a load change by two thirds; measured on an H200
+)
+SIZE_PRIOR_STEPS = 4.0  # steps; a size with fewer measurements is assumed to be mostly like the others
+HEAT_PRIOR = 1e-3  # weight of a prior of zero for heat: keeps the fit regular if no step is hot
+FEWEST_STEPS = 64  # steps of each kind that a fit needs
+FIT_ROUNDS = 10
 
 
 class Heat:
@@ -33,15 +35,15 @@ class Heat:
         self._coefficients = coefficients
         self._by_bytes = coefficients.smallest_step  # seconds of a step that do not heat the device
 
-    def rest(self, seconds: float) -> None:
+    def note_idle(self, seconds: float) -> None:
         """The device was idle for `seconds`."""
         if seconds > 0:
-            self.share *= math.exp(-seconds / HEATING)
+            self.share *= math.exp(-seconds / HEATING_SECONDS)
 
-    def run(self, shape: StepShape, seconds: float) -> None:
+    def note_step(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape took `seconds`."""
         work = max(0.0, self._coefficients.predict(shape) - self._by_bytes) if shape.slices else 0.0
-        kept = math.exp(-seconds / HEATING)
+        kept = math.exp(-seconds / HEATING_SECONDS)
         self.share = kept * self.share + (1 - kept) * min(1.0, work / seconds)
 
 
@@ -82,7 +84,7 @@ def fit_residuals(coefficients: Coefficients, steps: Sequence[RunStep]) -> Resid
     if not _are_enough(slices):
         return None
     design = np.column_stack([~slices, slices, _heats(coefficients, steps)]).astype(np.float64)
-    solution, left = _robust_fit(design, _errors(coefficients, steps), np.array([0.0, 0.0, LITTLE]))
+    solution, left = _robust_fit(design, _errors(coefficients, steps), np.array([0.0, 0.0, HEAT_PRIOR]))
     decode, prefill, hot = solution.tolist()
     return Residuals(decode, prefill, hot, _deviation(left[~slices]), _deviation(left[slices]))
 
@@ -99,7 +101,7 @@ def fit_sizes(coefficients: Coefficients, steps: Sequence[RunStep]) -> tuple[flo
     design[~slices, 0] = design[slices, 1] = 1.0
     design[:, 2] = _heats(coefficients, steps)
     design[slices, 3 + sizes[slices]] = 1.0
-    prior = np.concatenate([[0.0, 0.0, LITTLE], np.full(number, math.sqrt(PRIOR))])
+    prior = np.concatenate([[0.0, 0.0, HEAT_PRIOR], np.full(number, math.sqrt(SIZE_PRIOR_STEPS))])
     solution, _ = _robust_fit(design, _errors(coefficients, steps), prior)
     return tuple(np.exp(solution[3:]).tolist())
 
@@ -109,7 +111,7 @@ def _with_slices(steps: Sequence[RunStep]) -> NDArray[np.bool_]:
 
 
 def _are_enough(slices: NDArray[np.bool_]) -> bool:
-    return min(int(slices.sum()), int((~slices).sum())) >= FEWEST
+    return min(int(slices.sum()), int((~slices).sum())) >= FEWEST_STEPS
 
 
 def _errors(coefficients: Coefficients, steps: Sequence[RunStep]) -> NDArray[np.float64]:
@@ -120,9 +122,9 @@ def _heats(coefficients: Coefficients, steps: Sequence[RunStep]) -> list[float]:
     """Heat at the start of each step."""
     heat, found = Heat(coefficients), []
     for step in steps:
-        heat.rest(step.idle)
+        heat.note_idle(step.idle)
         found.append(heat.share)
-        heat.run(step.shape, step.seconds)
+        heat.note_step(step.shape, step.seconds)
     return found
 
 
@@ -136,7 +138,7 @@ def _robust_fit(
     weight = np.ones(len(errors))
     solution = np.zeros(design.shape[1])
     wanted = np.zeros(len(prior))
-    for _ in range(ROUNDS):
+    for _ in range(FIT_ROUNDS):
         rows = np.vstack([design * weight[:, None], np.diag(prior)])
         solution = np.linalg.lstsq(rows, np.concatenate([errors * weight, wanted]), rcond=None)[0]
         left = np.abs(errors - design @ solution)

@@ -299,9 +299,9 @@ class _History:
     ) -> None:
         """Applies penalties to logits[rows] in place; `slots` and `penalties` [rows, 3] are in the same order."""
         if logits.is_cuda:
-            from weft.kernels.penalise import FIELDS, Histories, penalise
+            from weft.kernels.penalise import PENALTY_FIELDS, Histories, penalise
 
-            numbers = np.empty((FIELDS, len(rows)), np.int32)
+            numbers = np.empty((PENALTY_FIELDS, len(rows)), np.int32)
             numbers[:2] = rows, slots
             numbers[2:].view(np.float32)[:] = penalties.T
             penalise(logits, upload(numbers, logits.device), Histories(self._counts, self._seen))
@@ -313,9 +313,9 @@ class _History:
         logits[index] = torch.where(seen, repeated, given) - frequency * counts - presence * (counts > 0)
 
     def warm_up_kernels(self, logits: Tensor, tokens: Tensor) -> None:
-        from weft.kernels.penalise import FIELDS, Histories, note, penalise
+        from weft.kernels.penalise import PENALTY_FIELDS, Histories, note, penalise
 
-        padding = torch.full((FIELDS, 1), -1, dtype=torch.int32, device=tokens.device)
+        padding = torch.full((PENALTY_FIELDS, 1), -1, dtype=torch.int32, device=tokens.device)
         histories = Histories(self._counts, self._seen)
         penalise(logits, padding, histories)
         note(tokens, padding[:2], histories)

@@ -7,7 +7,7 @@ properties forever, which hardly any author of a schema wants.
 from typing import Any
 from urllib.parse import unquote
 
-ROUNDS = 8  # passes that follow references from parts of objects; a schema that needs more is left unchanged
+REFERENCE_PASSES = 8  # passes that follow references from parts of objects; a schema that needs more is left unchanged
 
 _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")  # define further properties explicitly
 _SEVERAL = ("allOf", "anyOf", "oneOf")
@@ -25,7 +25,7 @@ def closed(schema: Any) -> Any:
     describe together, as in `allOf`: one schema may list what another does not.
     """
     parts: set[str] = set()  # references to schemas that describe a part of an object
-    for _ in range(ROUNDS):
+    for _ in range(REFERENCE_PASSES):
         before = len(parts)
         found = _close(schema, "#", False, parts)
         if len(parts) == before:
@@ -33,15 +33,15 @@ def closed(schema: Any) -> Any:
     return schema
 
 
-def _close(schema: Any, place: str, is_part: bool, parts: set[str]) -> Any:
-    """Returns a closed copy of the schema at the JSON pointer `place`. Adds references to `parts`."""
+def _close(schema: Any, pointer: str, is_part: bool, parts: set[str]) -> Any:
+    """Returns a closed copy of the schema at the JSON pointer `pointer`. Adds references to `parts`."""
     if not isinstance(schema, dict):
         return schema
-    is_part = is_part or place in parts
+    is_part = is_part or pointer in parts
     is_shared = is_part or sum(name in schema for name in ("properties", *_OPEN, *_JOINED)) > 1
     found = dict(schema)
     for name, value in schema.items():
-        at = f"{place}/{name}"
+        at = f"{pointer}/{name}"
         if isinstance(value, dict) and name in _BY_NAME:
             # A property that several parts may describe is not fully listed by any of them.
             partly = is_part and name in ("properties", "patternProperties")

@@ -10,9 +10,11 @@ from weft.core.host import IDLE, WAKING
 from weft.engine.executor import Bytes, DeviceMemory, ExecutorFacts, StepInputs, StepMasks, StepResult
 from weft.kv.spec import KVLayout, KVSpec
 
-LAYOUT = KVLayout(num_layers=1, block_size=16, num_kv_heads=1, head_dim=1, dtype="float32")
-FACTS = ExecutorFacts("virtual", "virtual", LAYOUT, vocab_size=1 << 16, dtypes="none", ahead=True)
-TOKEN = 1  # what every row samples
+VIRTUAL_LAYOUT = KVLayout(num_layers=1, block_size=16, num_kv_heads=1, head_dim=1, dtype="float32")
+VIRTUAL_FACTS = ExecutorFacts(
+    "virtual", "virtual", VIRTUAL_LAYOUT, vocab_size=1 << 16, dtypes="none", prepares_ahead=True
+)
+SAMPLED_TOKEN = 1  # what every row samples
 
 
 class VirtualClock:
@@ -37,7 +39,7 @@ class SimulatedExecutor:
         clock: VirtualClock,
         seconds: Callable[[StepShape, float], float] = lambda shape, idle: 0.0,
         host: HostCost | None = None,
-        facts: ExecutorFacts = FACTS,
+        facts: ExecutorFacts = VIRTUAL_FACTS,
     ) -> None:
         self.clock, self.facts = clock, facts
         self.calls = 0  # steps submitted and results taken
@@ -67,7 +69,7 @@ class SimulatedExecutor:
             self._awake = started + WAKING
         slow = 1 + self._host.wake if started < self._awake else 1.0
         self._device_free = started + slow * self._seconds(batch.shape, idle)
-        tokens = [TOKEN] * np.count_nonzero(batch.samples)
+        tokens = [SAMPLED_TOKEN] * np.count_nonzero(batch.samples)
         return SimulatedStep(self, StepResult(tokens, started, self._device_free))
 
     def read_blocks(self, blocks: Sequence[int]) -> "SimulatedRead":

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.kernels.fetch import TILE, Ring, fetch, scatter
+from weft.kernels.fetch import FETCH_TILE, Ring, fetch, scatter
 
 MOST_UPLOADS = 5  # of an Uploader per step: block tables, tokens, and inputs of three attention kernels
 NUM_BUFFERS = 3  # pinned buffers: the host fills one while the device may still read the others
@@ -99,7 +99,7 @@ class StagingBuffer:
     def __init__(self, layouts: Sequence[tuple[tuple[int, ...], int]], block_tables: Tensor) -> None:
         """`layouts` has, for each staged array, the padding value of each field, and the width."""
         # Block table updates: as many as the smallest fetch copies, because a captured fetch cannot know their number.
-        layouts = [*layouts, ((0, 0), TILE)]
+        layouts = [*layouts, ((0, 0), FETCH_TILE)]
         self._head = _aligned(len(layouts))
         begins = np.cumsum([self._head, *(len(padding) * _aligned(width) for padding, width in layouts)]).tolist()
         size = -(-begins[-1] // CACHE_LINE) * CACHE_LINE

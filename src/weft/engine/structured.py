@@ -35,9 +35,9 @@ MAX_GRAMMAR = 20_000  # characters of a grammar; its first step may take time qu
 MAX_GBNF_RULES = 500  # the conversion to Lark may also take quadratic time
 MAX_MULTIPLE = 10_000  # of multipleOf without decimal point and trailing zeros: that many states are built
 MAX_PATTERNS = 100  # of patternProperties in one object: each must be distinguished from all others
-REHEARSAL = 128  # tokens tried before a grammar is accepted
-CACHED = 64  # valid structures to remember
-STACK = 256 << 20  # bytes; the longest chain of references that fits MAX_TEXT takes about a quarter of it
+DRY_RUN_TOKENS = 128  # generated before a grammar is accepted
+CACHED_GRAMMARS = 64  # valid ones to remember
+STACK_BYTES = 256 << 20  # the longest chain of references that fits MAX_TEXT takes about a quarter of it
 # Allowed between the parts of JSON, as people write it. With unlimited white space, a small model would never stop.
 WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
 
@@ -55,14 +55,14 @@ def check_structure(structure: StructuredOutputs) -> None:
         check_structure(StructuredOutputs(json=structure.calls.schema))
     text = grammar_text(structure)
     if structure.grammar is None or "<" not in structure.grammar:
-        _rehearse(structure.kind, text, LLTokenizer("byte"))
+        _dry_run(structure.kind, text, LLTokenizer("byte"))
     # A grammar may name tokens of the model, such as <|end|>, which only the engine can check.
-    elif error := _with_room(lambda: LLMatcher.validate_grammar(text, limits=_limits())):
+    elif error := _with_large_stack(lambda: LLMatcher.validate_grammar(text, limits=_limits())):
         raise _refusal(structure.kind, error)
 
 
 def grammar_text(structure: StructuredOutputs) -> str:
-    """Converts a structure to llguidance's notation. Raises a RequestError on bad text; checks no meaning."""
+    """Converts a structure to llguidance's notation. Raises a RequestError if the text is malformed."""
     from llguidance import LLMatcher
 
     limit = MAX_GRAMMAR if structure.grammar is not None else MAX_TEXT
@@ -94,14 +94,14 @@ class NoMatcherError(Exception):
     """The matcher of one sequence cannot be built. Other sequences are not affected."""
 
 
-class Form:
-    """A structure in llguidance's notation, with a model's tokenizer. Shared by requests."""
+class CompiledGrammar:
+    """A grammar in llguidance's notation, with a model's tokenizer. Requests with equal structures share it."""
 
     def __init__(self, text: str, tokenizer: "LLTokenizer") -> None:
         self.text, self.tokenizer = text, tokenizer
         self._lock = threading.Lock()
         self._first: Mask | None = None
-        self._spare: LLMatcher | None = None  # built for the first mask; the first request takes it
+        self._spare: LLMatcher | None = None  # built for the first mask; the first request gets it
 
     def matcher(self) -> "LLMatcher":
         with self._lock:
@@ -110,7 +110,7 @@ class Form:
 
     def _make(self) -> "LLMatcher":
         try:
-            return _with_room(lambda: _matcher(self.text, self.tokenizer))
+            return _with_large_stack(lambda: _matcher(self.text, self.tokenizer))
         except (RuntimeError, MemoryError) as error:  # no thread, or no memory
             raise NoMatcherError(f"no matcher could be made: {error}") from error
 
@@ -128,15 +128,15 @@ class Form:
 
 
 class RequestGrammar:
-    """A structure and the progress of one request in it.
+    """A compiled grammar, and the matcher that follows one sequence through it.
 
-    Each request has a separate matcher. (Copies of a matcher would share the states of its lexer and their limit. One
+    Each sequence has a separate matcher. (Copies of a matcher would share the states of its lexer and their limit. One
     request could then make another one fail.) The matcher is built while the first token is computed. A matcher of a
     large schema takes 30 ms and 0.4 MB, so a waiting request has none.
     """
 
-    def __init__(self, form: Form) -> None:
-        self.form = form
+    def __init__(self, compiled: CompiledGrammar) -> None:
+        self.compiled = compiled
         self._lock = threading.Lock()
         self._matcher: LLMatcher | None = None
 
@@ -144,21 +144,21 @@ class RequestGrammar:
         """Returns the matcher; builds it if there is none yet."""
         with self._lock:
             if self._matcher is None:
-                self._matcher = self.form.matcher()
+                self._matcher = self.compiled.matcher()
             return self._matcher
 
     def is_ready(self, token: int | None) -> bool:
         """Whether the mask after this token (None: the first mask) can be computed without building a matcher."""
-        return self.form.has_first_mask if token is None else self._matcher is not None
+        return self.compiled.has_first_mask if token is None else self._matcher is not None
 
     def mask(self, token: int | None) -> Mask:
         """Tokens allowed after `token`, the last token of the output. None: tokens allowed at the start."""
         if token is None:
-            return self.form.first_mask()
+            return self.compiled.first_mask()
         # A matcher that fails, because its grammar became too complex, allows only the end of text from now on.
         matcher = self.prepare()
         matcher.consume_token(token)
-        return _mask(matcher, self.form.tokenizer.vocab_size)
+        return _mask(matcher, self.compiled.tokenizer.vocab_size)
 
 
 class Grammars:
@@ -172,28 +172,28 @@ class Grammars:
         self.path = path
         self.vocab_size = vocab_size  # of the model; the tokenizer may have more or fewer tokens
         self.end_ids = tuple(dict.fromkeys(end_ids))
-        self._tried = functools.lru_cache(CACHED)(self._try)
-        self._form = functools.lru_cache(CACHED)(lambda text: Form(text, self.tokenizer))
+        self._checked = functools.lru_cache(CACHED_GRAMMARS)(self._check)
+        self._compiled = functools.lru_cache(CACHED_GRAMMARS)(lambda text: CompiledGrammar(text, self.tokenizer))
         # Set when the tokenizer is read: thinking tags that are single tokens, and the ids of special tokens.
         self._tags: frozenset[str] = frozenset()
         self._special: dict[str, int] = {}
 
     def check(self, structure: StructuredOutputs) -> None:
         """Raises a RequestError if the structure cannot be enforced."""
-        self._tried(structure.kind, grammar_text(structure))
+        self._checked(structure.kind, grammar_text(structure))
 
     def compile(self, structure: StructuredOutputs, count: int = 1) -> list[RequestGrammar]:
         """Returns grammars for `count` requests. Raises a RequestError if the structure cannot be enforced."""
         text = grammar_text(structure)
-        self._tried(structure.kind, text)
+        self._checked(structure.kind, text)
         if structure.calls is not None:
-            text = _or_calls(structure.calls, text, self._special)
-            self._tried(structure.kind, text)
+            text = _reply_or_calls(structure.calls, text, self._special)
+            self._checked(structure.kind, text)
         if structure.behind is not None:
-            text = _behind(structure.behind, text, self._tags)
-            self._tried(structure.kind, text)
-        form = self._form(text)
-        return [RequestGrammar(form) for _ in range(count)]
+            text = _after_reasoning(structure.behind, text, self._tags)
+            self._checked(structure.kind, text)
+        compiled = self._compiled(text)
+        return [RequestGrammar(compiled) for _ in range(count)]
 
     @functools.cached_property
     def tokenizer(self) -> "LLTokenizer":
@@ -221,8 +221,8 @@ class Grammars:
         except Exception as error:  # tokenizers raises bare Exceptions
             raise RequestError(f"{file} cannot be used for structured output: {_one_line(str(error))}") from error
 
-    def _try(self, kind: str, text: str) -> None:
-        _rehearse(kind, text, self.tokenizer)
+    def _check(self, kind: str, text: str) -> None:
+        _dry_run(kind, text, self.tokenizer)
 
 
 def _is_longer(structure: StructuredOutputs, limit: int) -> bool:
@@ -285,7 +285,7 @@ def _source(structure: StructuredOutputs) -> str:
     return structure.regex or structure.grammar or ""
 
 
-def _behind(thoughts: Thoughts, text: str, tokens: frozenset[str]) -> str:
+def _after_reasoning(thoughts: Thoughts, text: str, tokens: frozenset[str]) -> str:
     """The grammar of a thought followed by a reply that matches `text`.
 
     `tokens` are the tags that are single tokens: no text of the reply can be mistaken for one.
@@ -294,7 +294,7 @@ def _behind(thoughts: Thoughts, text: str, tokens: frozenset[str]) -> str:
     begin = start if start in tokens else json.dumps(start)
     inside = "inside: /(?s:.*)/" if end in tokens else f"inside[suffix={json.dumps(end)}]: /(?s:.*)/"
     lines = [
-        f"start: {'thought' if thoughts.open else 'whole?'} @reply",
+        f"start: {'thought' if thoughts.starts_in_prompt else 'whole?'} @reply",
         f"whole: {begin} thought",
         f"thought: inside {end if end in tokens else ''} space",
         inside,
@@ -303,7 +303,7 @@ def _behind(thoughts: Thoughts, text: str, tokens: frozenset[str]) -> str:
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *_named("reply", text)]})
 
 
-def _or_calls(calls: Calls, text: str, special: dict[str, int]) -> str:
+def _reply_or_calls(calls: Calls, text: str, special: dict[str, int]) -> str:
     """The grammar of either a reply that matches `text`, or tool calls. No text can spell the `special` tokens."""
     start, end = (
         f"<[{special[mark]}]>" if mark in special else json.dumps(mark) if mark else ""
@@ -342,10 +342,10 @@ def _from_gbnf(text: str) -> str:
         raise ValueError(f"it is not GBNF: {error}") from None
 
 
-def _rehearse(kind: str, text: str, tokenizer: "LLTokenizer") -> None:
-    """Generates up to REHEARSAL tokens and raises a RequestError if the grammar fails."""
-    matcher = _with_room(lambda: _matcher(text, tokenizer))
-    for _ in range(REHEARSAL):
+def _dry_run(kind: str, text: str, tokenizer: "LLTokenizer") -> None:
+    """Generates up to DRY_RUN_TOKENS tokens and raises a RequestError if the grammar fails."""
+    matcher = _with_large_stack(lambda: _matcher(text, tokenizer))
+    for _ in range(DRY_RUN_TOKENS):
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             raise _refusal(kind, matcher.get_error())
@@ -378,7 +378,7 @@ def _limits() -> "LLParserLimits":
     )
 
 
-def _with_room(work: Callable[[], _T]) -> _T:
+def _with_large_stack(work: Callable[[], _T]) -> _T:
     """Runs `work` on a thread with a large stack.
 
     llguidance follows references by recursion. A chain of a thousand would overflow an ordinary stack and kill the
@@ -386,7 +386,7 @@ def _with_room(work: Callable[[], _T]) -> _T:
     """
     with ThreadPoolExecutor(1, thread_name_prefix="weft-grammar") as pool:
         with _starting:
-            before = threading.stack_size(STACK)
+            before = threading.stack_size(STACK_BYTES)
             try:
                 pending = pool.submit(work)
             finally:

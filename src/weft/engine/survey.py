@@ -25,11 +25,11 @@ EXPLORE_SHARE = 0.65  # of the measuring time: end of ladders and random mixes; 
 MOST_SHAPES = 96  # different mixes; more would leave a slow device no time to repeat them
 FEWEST_SHAPES = 16  # fewer cannot determine ten coefficients and their error
 FOLDS = 4  # of the cross-validation: each shape is held out once, with a quarter of all shapes
-FEWEST = 8  # rehearsed steps of a kind; with fewer, the median of all kinds is used
-PAUSES = 5  # steps measured after an idle time, and as many without
-PAUSE = 0.1  # seconds of idle time
+FEWEST_SERVED_STEPS = 8  # rehearsed steps of a kind; with fewer, the median of all kinds is used
+NUM_PAUSES = 5  # steps measured after an idle time, and as many without
+PAUSE_SECONDS = 0.1  # seconds of idle time
 NO_COST = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-LONGEST_HEATER = 0.03  # seconds: longest step that keeps the device busy between two measured steps
+LONGEST_HEATER_SECONDS = 0.03  # seconds: longest step that keeps the device busy between two measured steps
 
 
 class Survey:
@@ -91,11 +91,11 @@ class Survey:
         """Extra share of time of a step after an idle time. Measured on a step that ends before the device is awake."""
         alone = {mix: seconds for mix, seconds in self.median.items() if not mix.decodes and seconds <= WAKING / 2}
         mix = max(alone, key=alone.__getitem__, default=min(self.median, key=self.median.__getitem__))
-        busy = [self.runner.alone(mix) for _ in range(1 + PAUSES)][1:]
+        busy = [self.runner.run_alone(mix) for _ in range(1 + NUM_PAUSES)][1:]
         paused = []
-        for _ in range(PAUSES):
-            time.sleep(PAUSE)
-            paused.append(self.runner.alone(mix))
+        for _ in range(NUM_PAUSES):
+            time.sleep(PAUSE_SECONDS)
+            paused.append(self.runner.run_alone(mix))
         return max(0.0, float(np.median(paused)) / max(float(np.median(busy)), 1e-9) - 1)
 
     def conclude(self, device: str, served: Sequence[RunStep], wake: float) -> Calibration:
@@ -109,7 +109,10 @@ class Survey:
         for shape, seconds, _ in served:
             ratios[StepKind.of(shape)].append(seconds / alone.predict(shape))
         usual = [ratio for found in ratios.values() for ratio in found] or [1.0]
-        longer = {kind: float(np.median(found if len(found) >= FEWEST else usual)) for kind, found in ratios.items()}
+        longer = {
+            kind: float(np.median(found if len(found) >= FEWEST_SERVED_STEPS else usual))
+            for kind, found in ratios.items()
+        }
         factors = [longer[StepKind.of(shape)] for shape in shapes]
         chosen = [served[i] for i in self._random.permutation(len(served))[: len(shapes)].tolist()]
         shapes += [step.shape for step in chosen]
@@ -187,7 +190,7 @@ class Survey:
         found = self.found.setdefault(mix, [])
         found.append(seconds)
         self.median[mix] = sorted(found)[(len(found) - 1) // 2]  # of two the lower: outliers are always slower
-        if self.runner.ahead and not mix.decodes and self.runner.heating < seconds <= LONGEST_HEATER:
+        if self.runner.prepares_ahead and not mix.decodes and self.runner.heating < seconds <= LONGEST_HEATER_SECONDS:
             self.runner.heater, self.runner.heating = mix, seconds
         self.progress(min(1.0, self.spent / self.seconds))
         return seconds

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-_PLAIN = ("b", "i", "u", "f")  # kinds of numbers; anything else would be code or references
+_NUMBER_KINDS = ("b", "i", "u", "f")  # kinds of numbers; anything else would be code or references
 
 
 def encode(message: Any) -> bytes:
@@ -30,6 +30,6 @@ def _from_plain(kind: Any, value: Any) -> Any:
         raise NotImplementedError(f"{kind} cannot be received from another process")
     name, shape, data = value
     dtype = np.dtype(name)
-    if dtype.kind not in _PLAIN:
+    if dtype.kind not in _NUMBER_KINDS:
         raise ValueError(f"an array of {name} is not an array of numbers")
     return np.frombuffer(data, dtype).reshape(shape).copy()  # a copy, so that it can be written to

@@ -21,8 +21,8 @@ from weft.kernels.fused import dependent
 from weft.kernels.shares import MOST_SPLITS, most_shares
 
 LOG2E = 1.4426950408889634
-PROGRAMS = 3  # programs per multiprocessor, which runs two at a time: with the longest first, none is idle at the end
-MERGED = 8192  # numbers of partial results that are read at once: 64 registers per thread
+PROGRAMS_PER_SM = 3  # a multiprocessor (SM) runs two at a time: with the longest first, none is idle at the end
+MERGED_NUMBERS = 8192  # numbers of partial results that are read at once: 64 registers per thread
 
 
 class Tiling(NamedTuple):
@@ -42,7 +42,7 @@ def candidates(dtype: torch.dtype, head_dim: int) -> list[Tiling]:
 
 def wanted_shares(kv_heads: int, sm_count: int) -> int:
     """Number of shares that fills every multiprocessor, with one program per share and kv head."""
-    return int(triton.cdiv(PROGRAMS * sm_count, kv_heads))
+    return int(triton.cdiv(PROGRAMS_PER_SM * sm_count, kv_heads))
 
 
 class Workspace(NamedTuple):
@@ -112,7 +112,7 @@ def paged_decode(
         TILE_DIM=tile_dim,
         TILE_SPLITS=MOST_SPLITS,
         TILE_MEMBERS=tile_members,
-        TILE_MERGED=min(MOST_SPLITS, max(1, MERGED // (tile_members * tile_dim))),
+        TILE_MERGED=min(MOST_SPLITS, max(1, MERGED_NUMBERS // (tile_members * tile_dim))),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **dependent(q.device),

@@ -9,7 +9,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-TILE = 512  # numbers read per program
+FETCH_TILE = 512  # numbers read per program
 
 
 class Ring(NamedTuple):
@@ -28,16 +28,16 @@ def fetch(ring: Ring, segments: Tensor, target: Tensor, table: Tensor, max_lengt
     """
     assert segments.is_contiguous()
     assert ring.buffers.is_contiguous()
-    grid = (len(segments) - 1, max(1, triton.cdiv(max_length, TILE)))
+    grid = (len(segments) - 1, max(1, triton.cdiv(max_length, FETCH_TILE)))
     buffers, width = len(ring.buffers), ring.buffers.shape[1]
-    _fetch[grid](ring.buffers, ring.state, segments, target, table, buffers, width, TILE=TILE, num_warps=4)
+    _fetch[grid](ring.buffers, ring.state, segments, target, table, buffers, width, TILE=FETCH_TILE, num_warps=4)
 
 
 def scatter(indices: Tensor, numbers: Tensor, target: Tensor) -> None:
     """target[indices] = numbers. Both are [N] int32 in pinned memory, and no index occurs twice."""
     count = len(indices)
     if count:
-        _post[(triton.cdiv(count, TILE),)](indices, numbers, target, count, TILE=TILE, num_warps=4)
+        _post[(triton.cdiv(count, FETCH_TILE),)](indices, numbers, target, count, TILE=FETCH_TILE, num_warps=4)
 
 
 @triton.jit

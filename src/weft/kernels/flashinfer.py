@@ -19,9 +19,9 @@ MOST_GATHERED = 1 << 16  # tokens of the contexts that one step may gather
 PROMPT_COPY_MEMORY = 1 / 32  # share of the device's memory for the copy of the prompt that is being prefilled
 GATHER_QUERIES = 20_000  # queries, counted per head, that must read a key before copying it pays off
 LONG_CONTEXT = 2048  # tokens of context from which dividing it pays off, if few queries read it
-TILE = 128  # queries of one head per program, which reads the whole context; a multiprocessor holds one program
-HEAD_DIMS = (64, 128, 256)
-DTYPES = (torch.float16, torch.bfloat16)
+QUERY_TILE = 128  # queries of one head per program, which reads the whole context; a multiprocessor holds one program
+USABLE_HEAD_DIMS = (64, 128, 256)
+USABLE_DTYPES = (torch.float16, torch.bfloat16)
 # "divided" and "divided_end" do the same. A wrapper holds one plan, and a step may have short slices with long contexts
 # both at its start and at its end, so there are two wrappers.
 _Way = Literal["paged", "gathered", "copied", "divided", "divided_end"]
@@ -33,7 +33,7 @@ def is_usable(head_dim: int, dtype: torch.dtype) -> bool:
         import flashinfer  # noqa: F401
     except ImportError:
         return False
-    return head_dim in HEAD_DIMS and dtype in DTYPES
+    return head_dim in USABLE_HEAD_DIMS and dtype in USABLE_DTYPES
 
 
 class PlanKey(NamedTuple):
@@ -111,7 +111,7 @@ class FlashInfer:
         self.num_heads, self.upload = num_heads, upload
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._is_hopper = torch.cuda.get_device_capability(device)[0] == 9
-        self._queries_at_once = TILE * sm_count(device)  # counted per head
+        self._queries_at_once = QUERY_TILE * sm_count(device)  # counted per head
         tokens = min(max_model_len, MOST_GATHERED) if self._is_hopper else 0
         self._gathered = torch.empty((2, tokens, num_kv_heads, head_dim), dtype=dtype, device=device)
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -125,7 +125,11 @@ class FlashInfer:
     @property
     def wave(self) -> int:
         """Queries of a slice that read its context in one pass; 0: the time grows evenly with the number of queries."""
-        return max(TILE, self._queries_at_once // self.num_heads // TILE * TILE) if self._is_hopper else 0
+        return (
+            max(QUERY_TILE, self._queries_at_once // self.num_heads // QUERY_TILE * QUERY_TILE)
+            if self._is_hopper
+            else 0
+        )
 
     def prefills(self, kv: KVPool, slices: "PrefillSlices") -> "StepPrefills":
         """Attention of a step's prefill slices: chooses how each of them reads its keys."""

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 )
 
 from weft.kernels.fused import dependent
-from weft.kernels.matvec_tuning import MAX_ROWS, PROGRAMS, Config, configure
+from weft.kernels.matvec_tuning import DEVICE_PROGRAMS, MAX_ROWS, Config, configure
 
 
 def matvec(
@@ -26,8 +26,8 @@ def matvec(
 ) -> Tensor:
     """x [N, K] times weight [M, K] transposed, plus bias [M]; N <= MAX_ROWS. Written to `out` if given.
 
-    Weights are read before the previous kernel on the stream has ended (see `fused.PDL`), so that kernel must not write
-    them. Only one call at a time may run on a device: calls share the counters for partial sums.
+    Weights are read before the previous kernel on the CUDA stream has ended (see `fused.PDL`), so that kernel must not
+    write them. Only one call at a time may run on a device: calls share the counters for partial sums.
     """
     return _launch(x, weight, bias, out, False, config)
 
@@ -54,7 +54,7 @@ def _launch(
     partial, counters = out, out  # placeholders: not used without splits
     if config.splits > 1:
         partial = torch.empty((config.splits, 1 + gated, rows, m), dtype=torch.float32, device=x.device)
-        assert tiles <= PROGRAMS, "so many programs need not share columns"
+        assert tiles <= DEVICE_PROGRAMS, "so many programs need not share columns"
         counters = _zeros(x.device)
     if config.dot:
         kernel, special = _dot_rows, {"ROWS": max(16, triton.next_power_of_2(rows))}
@@ -94,7 +94,7 @@ def _zeros(device: torch.device) -> Tensor:
 
     The first call allocates them for good, outside the memory of any graph. So the first call must not be captured.
     """
-    return torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+    return torch.zeros(DEVICE_PROGRAMS, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["rows"])

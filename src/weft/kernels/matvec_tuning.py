@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 MAX_ROWS = 64
-PROGRAMS = 2 * 132  # programs that fill an H200: two for each of its 132 multiprocessors
+DEVICE_PROGRAMS = 2 * 132  # programs that fill an H200: two for each of its 132 multiprocessors
 
 
 class Config(NamedTuple):
@@ -161,7 +161,7 @@ def _tiles(rows: int, m: int) -> list[tuple[int, int, int, int]]:
 def _splits(m: int, k: int, block_m: int, block_k: int) -> int:
     """Number of column splits: about two programs per multiprocessor, each with at least two steps over its columns."""
     most = max(1, k // (2 * block_k))
-    return min(max(1, PROGRAMS // -(-m // block_m)), most, 8)
+    return min(max(1, DEVICE_PROGRAMS // -(-m // block_m)), most, 8)
 
 
 def _padded(k: int, dot: bool) -> int:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEW = 16  # rows; up to this many, reading the matrix bounds a product, and our kernel reads faster
+FEW_ROWS = 16  # rows; up to this many, reading the matrix bounds a product, and our kernel reads faster
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def _is_read_once(x: Tensor, outputs: int, *, gated: bool = False) -> bool:
     """Whether to use our kernel: always for few rows, and for more rows where it was measured to be faster."""
     if x.dtype not in (torch.bfloat16, torch.float16) or not _has_kernels(x):
         return False
-    if len(x) <= FEW:
+    if len(x) <= FEW_ROWS:
         return True
     from weft.kernels import matvec_tuning
 

@@ -7,8 +7,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-TILE = 2048  # logits
-FIELDS = 5  # index of the row and of its history; float32 bits of repetition, frequency and presence
+LOGITS_TILE = 2048  # logits
+PENALTY_FIELDS = 5  # index of the row and of its history; float32 bits of repetition, frequency and presence
 
 
 class Histories(NamedTuple):
@@ -19,14 +19,16 @@ class Histories(NamedTuple):
 
 
 def penalise(logits: Tensor, numbers: Tensor, histories: Histories) -> None:
-    """Changes logits [N, V] float32 in place. `numbers` [FIELDS, P] int32 has one column per penalised row; a column
-    that starts with -1 is padding.
+    """Changes logits [N, V] float32 in place. `numbers` [PENALTY_FIELDS, P] int32 has one column per penalised row. A
+    column that starts with -1 is padding.
     """
     rows, vocab = numbers.shape[1], logits.shape[1]
-    assert numbers.shape[0] == FIELDS
+    assert numbers.shape[0] == PENALTY_FIELDS
     assert logits.is_contiguous()
     assert numbers.is_contiguous()
-    _penalise[(triton.cdiv(vocab, TILE), rows)](logits, numbers, *histories, vocab, rows, TILE=TILE, num_warps=4)
+    _penalise[(triton.cdiv(vocab, LOGITS_TILE), rows)](
+        logits, numbers, *histories, vocab, rows, TILE=LOGITS_TILE, num_warps=4
+    )
 
 
 def note(tokens: Tensor, numbers: Tensor, histories: Histories) -> None:

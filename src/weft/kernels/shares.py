@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-TILE = 64  # tokens; all shares of a row but the last are multiples of it
+SHARE_TILE = 64  # tokens; all shares of a row but the last are multiples of it
 MOST_SPLITS = 64  # shares of a row: merging more costs more than it gains
 
 
@@ -43,7 +43,7 @@ def divide(slots: NDArray[np.int64], positions: NDArray[np.int64], window: int |
     """
     end = positions + 1
     begin = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
-    tiles = -(-(end - begin) // TILE)
+    tiles = -(-(end - begin) // SHARE_TILE)
     each = max(1, -(-int(tiles.sum()) // max(1, wanted)))  # tiles per share, if all contexts were divided evenly
     splits = np.minimum(-(-tiles // each), MOST_SPLITS)
     per_share = -(-tiles // splits)  # tiles; only the last share of a row may have fewer
@@ -51,7 +51,7 @@ def divide(slots: NDArray[np.int64], positions: NDArray[np.int64], window: int |
     first = np.cumsum(splits) - splits
     row = np.repeat(np.arange(len(end)), splits)
     result = np.arange(len(row))
-    length = per_share[row] * TILE
+    length = per_share[row] * SHARE_TILE
     starts = begin[row] + (result - first[row]) * length
     ends = np.minimum(starts + length, end[row])
     longest_first = np.argsort(starts - ends, kind="stable")

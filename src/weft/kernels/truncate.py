@@ -25,8 +25,8 @@ SLACK = tl.constexpr(1 - 1e-6)  # factor on top_p, which float32 may have rounde
 ROUNDS = {torch.bfloat16: (16, 4), torch.float16: (13, 5), torch.float32: (0, 8)}
 # Numbers of state per row in the searches for the top_k border and the top_p border: see `_counted` and `_weighed`.
 COUNTING, WEIGHING = tl.constexpr(4), tl.constexpr(6)
-PROGRAMS = 2048  # programs per round: about as many as can run at the same time
-WARPS = 2  # warps per program
+PROGRAMS_PER_ROUND = 2048  # about as many as can run at the same time
+WARPS_PER_PROGRAM = 2
 
 
 class TruncationParams(NamedTuple):
@@ -72,11 +72,11 @@ def truncate(
         torch.empty((rows, tiles), dtype=torch.int32, device=device),
     )
     given = (logits, temperature, highest)
-    sizes = {"SHIFT": shift, "num_warps": WARPS}
+    sizes = {"SHIFT": shift, "num_warps": WARPS_PER_PROGRAM}
     reading = {"TILE": tile, "WAYS": WAYS, **sizes}
     every = {"TILES": max(2, triton.next_power_of_2(tiles))}
     layout = (vocab, logits.stride(0), tiles)
-    grid = (min(tiles, triton.cdiv(PROGRAMS, rows)), rows)
+    grid = (min(tiles, triton.cdiv(PROGRAMS_PER_ROUND, rows)), rows)
     _begin[(rows,)](temperature, highest, sums, *truncation, counting, targets, vocab, tiles, **sizes, **every)
     for number in range(rounds):
         before = max(0, number - 1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft.kernels.attention import Attend
 from weft.models.config import ModelConfig
 from weft.models.layers import Attention, RMSNorm, SparseMLP, wide
-from weft.models.linear import Choose, Dtypes, Linear, ParameterSource, choose_method
+from weft.models.linear import ChooseMethod, Dtypes, Linear, ParameterSource, choose_method
 from weft.models.rope import Rope
 
 
@@ -25,7 +25,7 @@ class CausalLM(nn.Module):
         """config.json with the family's defaults, old spellings rewritten, and keys that it does not know removed."""
         return raw
 
-    def __init__(self, config: ModelConfig, dtypes: Dtypes, choose: Choose = choose_method) -> None:
+    def __init__(self, config: ModelConfig, dtypes: Dtypes, choose: ChooseMethod = choose_method) -> None:
         super().__init__()
         self.config, self.dtypes = config, dtypes
         vocab, hidden = config.vocab_size, config.hidden_size

@@ -161,7 +161,7 @@ class PlainLinear(LinearMethod):
         return nn.Parameter(torch.empty(shape, dtype=self.dtype), requires_grad=False)
 
 
-Choose = Callable[[str, Linear, Dtypes], LinearMethod]
+ChooseMethod = Callable[[str, Linear, Dtypes], LinearMethod]
 
 
 def choose_method(name: str, layer: Linear, dtypes: Dtypes) -> LinearMethod:

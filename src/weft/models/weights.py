@@ -1,4 +1,4 @@
-"""Fills a model: from memory-mapped safetensors, tensor by tensor into the parameters; or with random weights."""
+"""`load_model`: reads a model's weights from memory-mapped safetensors, tensor by tensor; or draws random ones."""
 
 import json
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from weft.files import read_json
 from weft.models.base import CausalLM
 from weft.models.config import ModelConfig
 from weft.models.layers import RMSNorm
-from weft.models.linear import Choose, Dtypes, choose_method
+from weft.models.linear import ChooseMethod, Dtypes, choose_method
 from weft.models.registry import ARCHITECTURES
 
-PIECE = 1 << 26  # numbers drawn at a time
+RANDOM_CHUNK = 1 << 26  # random numbers that are drawn at a time
 MOST_HEADER = 100_000_000  # bytes; the library refuses longer headers
 
 
@@ -30,7 +30,7 @@ def load_model(
     max_model_len: int,
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
-    choose: Choose = choose_method,
+    choose: ChooseMethod = choose_method,
 ) -> CausalLM:
     """The model of a directory, ready for inference. "dummy" draws random weights and reads no weight files.
 
@@ -41,7 +41,7 @@ def load_model(
         model = ARCHITECTURES[config.architecture](config, dtypes, choose).requires_grad_(False).eval()
     if load_format == "dummy":
         _allocate(model, device)
-        _draw(model, seed)
+        _randomise(model, seed)
     else:
         checkpoint = Checkpoint(Path(path))
         checkpoint.check(model)
@@ -150,13 +150,13 @@ def _damage(file: Path) -> str | None:
     """What is wrong with an unreadable file, or None. A header is 8 bytes of length, then JSON with byte ranges."""
     try:
         size = file.stat().st_size
-        with file.open("rb") as stream:
-            start = int.from_bytes(stream.read(8), "little") + 8
+        with file.open("rb") as reader:
+            start = int.from_bytes(reader.read(8), "little") + 8
             if start > size:
                 return "it ends within its header"
             if start > MOST_HEADER:
                 return f"its header is said to have {start - 8} bytes"
-            header = json.loads(stream.read(start - 8))
+            header = json.loads(reader.read(start - 8))
         ends = {name: start + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
         cut = [name for name in sorted(ends, key=lambda name: ends[name]) if ends[name] > size]
         return f"it ends within tensor {cut[0]}" if cut else None
@@ -166,7 +166,7 @@ def _damage(file: Path) -> str | None:
         return None
 
 
-def _draw(model: CausalLM, seed: int) -> None:
+def _randomise(model: CausalLM, seed: int) -> None:
     """Draws random weights that keep activations at the scale of one. They differ between kinds of device."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -175,6 +175,6 @@ def _draw(model: CausalLM, seed: int) -> None:
             if isinstance(module, RMSNorm):
                 parameter.fill_(module.neutral)
             else:
-                for rows in torch.split(parameter, max(1, PIECE // parameter[0].numel())):
+                for rows in torch.split(parameter, max(1, RANDOM_CHUNK // parameter[0].numel())):
                     noise = torch.randn(rows.shape, generator=generator, dtype=torch.float32, device=device)
                     rows.copy_(noise * parameter.shape[-1] ** -0.5)

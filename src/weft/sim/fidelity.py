@@ -187,10 +187,10 @@ def step_errors(served: Sequence[Served], profile: Profile) -> dict[str, dict[st
     for one in served:
         heat = Heat(profile.coefficients)
         for shape, seconds, idle in one.steps:
-            heat.rest(idle)
+            heat.note_idle(idle)
             kind = "prefill" if shape.slices else "decode"
             ratios[kind].append(seconds / exact.expected(shape, heat.share) - 1)
-            heat.run(shape, seconds)
+            heat.note_step(shape, seconds)
     found: dict[str, dict[str, float]] = {}
     for kind, errors in ratios.items():
         if errors:

@@ -52,9 +52,9 @@ class Truth:
             factor = max(0.5, rng.gauss(1.0, noise)) if noise else 1.0
             if self.residuals is None:
                 return self.expected(shape, 0.0) * factor
-            heat.rest(idle)
+            heat.note_idle(idle)
             taken = self.expected(shape, heat.share) * factor
-            heat.run(shape, taken)
+            heat.note_step(shape, taken)
             return taken
 
         return seconds
