@@ -199,7 +199,7 @@ class EngineProcessLoop:
                 self.loop.scheduler.kv.clear_cache()
 
     def _open(self, message: AddPrompt) -> None:
-        """Opens a prompt's streams. Long prompts and grammars are prepared in other threads, so that no step waits."""
+        """Opens a prompt's streams. Long prompts and grammars are prepared in threads, so that no step waits."""
         prompt: Any = np.frombuffer(message.prompt, np.int32)
 
         def work() -> list[Stream]:
@@ -245,7 +245,7 @@ class EngineProcessLoop:
             self._send(events)
 
     def _fail(self, error: Exception) -> None:
-        """Ends every running and waiting stream with "error" after a failed step. The loop has already reset itself."""
+        """Ends every running and waiting stream with "error" after a failed step. The loop has reset itself."""
         self._failures += 1
         text = traceback.format_exc()
         if not isinstance(error, EngineError):
