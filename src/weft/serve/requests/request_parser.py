@@ -333,8 +333,8 @@ def _wishes(body: SamplingBody, context: RequestContext, info: EngineInfo) -> Wi
     if not info.has_targets:
         ttft_ms = gap_ms = None  # response headers tell the client so (NOT_PROMISED)
     # The HTTP field `priority` only orders prompts of the same API key, as `user` does. It is `Wishes.precedence`.
-    # `Wishes.priority` is the engine-wide class, which `weft.LLM.generate(priority=...)` sets. It stays 0 here:
-    # fairness decides between API keys, and no client can put itself before others.
+    # `Wishes.priority` is the engine-wide class, which `weft.LLM.generate(priority=...)` sets. It stays 0
+    # here: fairness decides between API keys, and no client can put itself before others.
     return Wishes(
         priority=0,
         tenant=context.tenant,
