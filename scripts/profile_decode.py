@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from weft.bench.engine.latency import SETTLE, open_decodes
+from weft.bench.engine.latency import WARM_UP_STEPS, open_decodes
 from weft.bench.engine.shapes import warm_engine
 from weft.engine.engine import Engine
 from weft.engine.options import EngineOptions
@@ -39,7 +39,7 @@ class Busy(NamedTuple):
 def decode(engine: Engine, batch: int, steps: int) -> list[dict[str, Any]]:
     """What the device did in `steps` steps that carry only `batch` decodes."""
     sequences = open_decodes(engine, batch)
-    while min(len(sequence.output) for sequence in sequences) < SETTLE:
+    while min(len(sequence.output) for sequence in sequences) < WARM_UP_STEPS:
         engine.loop.step()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -26,17 +26,17 @@ def variants_chart(file: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) 
     for axis, (figure_name, label) in zip(axes, panels, strict=True):
         for number, (name, found) in enumerate(runs.items()):
             colour = COLOURS.get(name, SHADES[number % len(SHADES)])
-            places = np.arange(len(PERCENTILES)) + (number - (len(runs) - 1) / 2) * width
+            positions = np.arange(len(PERCENTILES)) + (number - (len(runs) - 1) / 2) * width
             values = np.array([[run[f"{kind}_{figure_name}_ms"] or np.nan for kind in PERCENTILES] for run in found])
             middle = np.median(values, axis=0)
-            axis.bar(places, middle, width * 0.92, color=colour, label=name)
+            axis.bar(positions, middle, width * 0.92, color=colour, label=name)
             for run in values:
-                axis.plot(places, run, ".", color="#18181b", ms=3)
-            for place, value in zip(places, middle, strict=True):
+                axis.plot(positions, run, ".", color="#18181b", ms=3)
+            for position, value in zip(positions, middle, strict=True):
                 if np.isnan(value):  # answers of one token have no gaps
                     continue
                 axis.annotate(
-                    f"{value:.0f}", (place, value), (0, 3), textcoords="offset points", ha="center", fontsize=7
+                    f"{value:.0f}", (position, value), (0, 3), textcoords="offset points", ha="center", fontsize=7
                 )
         axis.set(yscale="log", title=label)
         axis.yaxis.set_major_formatter("{x:g}")

@@ -47,7 +47,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 def run_scheduler(arguments: argparse.Namespace) -> int:
     from statistics import median
 
-    from weft.bench.engine.scheduler import STEPS, bare_loop, measure, measure_burst
+    from weft.bench.engine.scheduler import DEFAULT_STEPS, bare_loop, measure, measure_burst
     from weft.progress import work_progress
 
     if arguments.repeats < 1:
@@ -56,12 +56,12 @@ def run_scheduler(arguments: argparse.Namespace) -> int:
     print(f"{'policy':>8} {'running':>8} {'us/step':>10} {'us/request':>11} {'bare loop':>10} {'ratio':>6}")
     for policy in ("chunked", "slo"):
         for running in SIZES:
-            total = STEPS * arguments.repeats
+            total = DEFAULT_STEPS * arguments.repeats
             with work_progress(f"{policy}, {running} running", total, arguments.progress) as advance:
                 costs = []
                 for number in range(arguments.repeats):
                     costs.append(measure(running, policy))
-                    advance((number + 1) * STEPS)
+                    advance((number + 1) * DEFAULT_STEPS)
             step, each = median(cost.us_per_step for cost in costs), median(cost.us_per_request for cost in costs)
             bare = bare_loop(running)
             rows.append(

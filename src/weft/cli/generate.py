@@ -75,7 +75,7 @@ class _InputRequest:
     line: int
     prompt: str | list[int]
     messages: Any  # None: `prompt` is used
-    wishes: dict[str, Any]  # sampling parameters of this line
+    sampling: dict[str, Any]  # sampling parameters of this line
 
 
 def _stream_prompt(llm: "LLM", prompt: str, params: SamplingParams) -> int:
@@ -109,8 +109,8 @@ def _complete_requests(
             request.prompt if request.messages is None else _render(llm, number, request)
             for number, request in enumerate(requests)
         ]
-        wishes = [replace(params, **request.wishes) for request in requests]
-        results = llm.generate(prompts, wishes, progress=arguments.progress)
+        params_of_each = [replace(params, **request.sampling) for request in requests]
+        results = llm.generate(prompts, params_of_each, progress=arguments.progress)
     except PromptError as error:
         raise RequestError(f"{arguments.input}, line {requests[error.number].line}: {error.reason}") from None
     out = sys.stdout if arguments.output is None else _opened(arguments.output, "w")

@@ -4,7 +4,7 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from weft.bench.engine.limits import H200_COPY, measure_copy
+from weft.bench.engine.limits import H200_COPY_RATE, measure_copy
 from weft.bench.engine.offline import WORKLOADS, measure
 from weft.bench.engine.shapes import warm_engine
 from weft.cli.shapes import add_shape_arguments, at_least_one, described, print_engine, shape_options, write_json
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         with work_progress("tokens", sum(request.max_tokens for request in requests), show) as advance:
             result = measure(found.engine, requests, advance)
         copy = measure_copy(found.device)
-    beside = f" (the H200 of others' figures: {H200_COPY / 1e12:.2f})" if found.device.type == "cuda" else ""
+    beside = f" (the H200 of others' figures: {H200_COPY_RATE / 1e12:.2f})" if found.device.type == "cuda" else ""
     print(
         f"{arguments.workload}: {result.prompts} prompts, {result.input_tokens} tokens in, {result.output_tokens} out, "
         f"{result.seconds:.2f} s, {result.steps} steps, {result.preemptions} preemptions\n"

@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.tiny import tiny_directory
 from weft.bench.engine.latency import (
-    DECODE_PROMPT,
-    SETTLE,
+    DECODE_PROMPT_TOKENS,
+    WARM_UP_STEPS,
     decode_obstacle,
     measure_decode,
     measure_prefill,
@@ -50,12 +50,13 @@ def test_only_steps_with_the_whole_batch_and_no_prefill_count(tmp_path: Path) ->
         records = watched(found)
         step = measure_decode(found, SLOW, batch=5, steps=20)
         full = [record for record in records if record.decode_tokens == 5 and not record.prefill_tokens]
-        assert len(records) > len(full) >= 1 + SETTLE + 20
+        assert len(records) > len(full) >= 1 + WARM_UP_STEPS + 20
         assert not found.engine.loop.sequences
         assert not found.engine.loop.has_work
         assert found.engine.loop.scheduler.kv.pool.num_free == found.engine.loop.scheduler.num_blocks
         least, most = (
-            decode_work(found.config, 4, 5, DECODE_PROMPT + context).floor(SLOW) * 1000 for context in (SETTLE, 40)
+            decode_work(found.config, 4, 5, DECODE_PROMPT_TOKENS + context).floor(SLOW) * 1000
+            for context in (WARM_UP_STEPS, 40)
         )
     assert 0 < step.ms <= step.p99_ms
     assert least < step.floor_ms < most

@@ -14,8 +14,8 @@ from weft.engine.sequence import Sequence
 from weft.errors import EngineError
 
 POLICIES = ("monolithic", "chunked", "slo")
-TARGET = 3.0  # default gap target, in decode-only steps
-CHUNK = 2048  # token budget per step of monolithic and chunked: the default of other engines
+TARGET_STEPS = 3.0  # default gap target, in decode-only steps
+CHUNK_TOKENS = 2048  # token budget per step of monolithic and chunked: the default of other engines
 QUIET_STEPS = 100  # decode-only steps before the long prompts come
 
 
@@ -82,7 +82,7 @@ def measure(
     try:
         if target is None:
             scene.create_sequences()
-            target = TARGET * float(np.median(scene.quiet_gaps()))
+            target = TARGET_STEPS * float(np.median(scene.quiet_gaps()))
             scene.clear()
         if policy == "slo" and calibrated_targets is not None:
             engine.calibrated_targets = replace(
@@ -90,8 +90,10 @@ def measure(
             )
         scene.create_sequences()
         quiet = scene.quiet_gaps()
-        beside = scene.gaps_beside(progress)
-        return Interference(policy, target, quiet, beside.gaps, beside.times, scene.steps, beside.prefill, beside.ttfts)
+        measured = scene.gaps_during_prefill(progress)
+        return Interference(
+            policy, target, quiet, measured.gaps, measured.times, scene.steps, measured.prefill, measured.ttfts
+        )
     finally:
         scene.clear()
         engine.loop.on_record = listener
@@ -99,7 +101,7 @@ def measure(
         scheduler.policy = own
 
 
-class _Beside(NamedTuple):
+class _PrefillGaps(NamedTuple):
     """Results from the prefill of the long prompts."""
 
     gaps: NDArray[np.float64]
@@ -132,7 +134,7 @@ class _Scene:
         gaps = [gap for _ in range(QUIET_STEPS) for gap, _ in self._step()]
         return np.array(gaps)
 
-    def gaps_beside(self, progress: Callable[[int], None]) -> _Beside:
+    def gaps_during_prefill(self, progress: Callable[[int], None]) -> _PrefillGaps:
         scenario, self.loop.on_record = self.scenario, self._note
         words = self.random.integers(0, self.engine.vocab_size, (scenario.prompts, scenario.prompt_tokens)).tolist()
         began = self.loop.clock()
@@ -152,7 +154,7 @@ class _Scene:
             raise EngineError("a stream ended before the long prompts were read: choose shorter prompts")
         gaps, ends = np.array(found).T
         firsts = [(stream.request.first_token or np.inf) - stream.request.arrival for stream in prompts]
-        return _Beside(gaps, ends - began, read - began, firsts)
+        return _PrefillGaps(gaps, ends - began, read - began, firsts)
 
     def clear(self) -> None:
         for stream in list(self.loop.sequences.values()):
@@ -188,4 +190,4 @@ def _policy(name: str, engine: Engine) -> Policy:
     own = engine.loop.scheduler.policy
     if name == "slo":
         return own
-    return monolithic(CHUNK) if name == "monolithic" else chunked(CHUNK)
+    return monolithic(CHUNK_TOKENS) if name == "monolithic" else chunked(CHUNK_TOKENS)

@@ -15,8 +15,8 @@ from weft.engine.sequence import Sequence
 from weft.errors import EngineError
 
 SAMPLING = SamplingParams(temperature=0.6)
-DECODE_PROMPT = 128  # tokens
-SETTLE = 8  # warm-up decode steps that are not counted
+DECODE_PROMPT_TOKENS = 128
+WARM_UP_STEPS = 8  # decode steps that are not counted
 REPEATS = 5  # measurements of a prefill; the median counts
 
 
@@ -43,7 +43,7 @@ def decode_obstacle(engine: Engine, batch: int, steps: int) -> str | None:
     """Why this engine cannot decode `batch` requests at once; None if it can."""
     scheduler = engine.loop.scheduler
     # The last term is a margin: requests that finish their prefill early decode while other prompts are in prefill.
-    length = DECODE_PROMPT + SETTLE + steps + min(batch, DECODE_PROMPT)
+    length = DECODE_PROMPT_TOKENS + WARM_UP_STEPS + steps + min(batch, DECODE_PROMPT_TOKENS)
     room = scheduler.num_blocks // -(-length // scheduler.block_size)
     if length > engine.max_model_len:
         return f"it takes a context of {length} tokens, and the engine's is {engine.max_model_len}"
@@ -66,8 +66,8 @@ def measure_decode(
     engine = warm.engine
     try:
         sequences = open_decodes(engine, batch, sampling)
-        gaps = _gaps(engine, batch, SETTLE + steps)[SETTLE:]
-        context = DECODE_PROMPT + float(np.mean([len(sequence.output) for sequence in sequences])) - steps / 2
+        gaps = _gaps(engine, batch, WARM_UP_STEPS + steps)[WARM_UP_STEPS:]
+        context = DECODE_PROMPT_TOKENS + float(np.mean([len(sequence.output) for sequence in sequences])) - steps / 2
     finally:
         clear(engine)
     floor = decode_work(warm.config, warm.dtype.itemsize, batch, context).floor(ceilings)
@@ -77,7 +77,7 @@ def measure_decode(
 
 def open_decodes(engine: Engine, batch: int, sampling: SamplingParams = SAMPLING) -> list[Sequence]:
     """Adds sequences with short prompts, not yet prefilled, that decode without a token limit."""
-    return [_add(engine, _prompt(engine, DECODE_PROMPT, seed), None, sampling) for seed in range(batch)]
+    return [_add(engine, _prompt(engine, DECODE_PROMPT_TOKENS, seed), None, sampling) for seed in range(batch)]
 
 
 def measure_prefill(

@@ -9,14 +9,16 @@ if TYPE_CHECKING:  # torch takes seconds to import, and must not be imported bef
 
     from weft.models import ModelConfig
 
-H200_COPY = 4.28e12  # bytes per second: measured on the H200 that the figures of other engines come from
+H200_COPY_RATE = 4.28e12  # bytes per second: measured on the H200 that the figures of other engines come from
 REPEATS = 5  # measurements; the fastest counts
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
-MATRIX = {"cuda": 8192, "cpu": 1024}  # rows and columns
-CALLS = {"cuda": 50, "cpu": 1}  # calls per measurement: a GPU runs asynchronously and is synchronized once for all
+MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}  # rows and columns
+CALLS_PER_MEASUREMENT = {"cuda": 50, "cpu": 1}  # a GPU runs asynchronously and is synchronized once for all of them
 
 
 class Ceilings(NamedTuple):
+    """What a device can do at most."""
+
     copy: float  # bytes per second, read plus written
     matmul: float  # floating-point operations per second, in the model's dtype
 
@@ -57,7 +59,7 @@ def measure_matmul(device: "torch.device", dtype: "torch.dtype") -> float:
     """Floating-point operations per second of a large matrix product."""
     import torch
 
-    size = MATRIX[device.type]
+    size = MATRIX_SIZE[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     return 2 * size**3 / _seconds(lambda: torch.mm(left, right, out=out), device)
@@ -115,7 +117,7 @@ def _seconds(work: Callable[[], object], device: "torch.device") -> float:
             torch.cuda.synchronize(device)
 
     found = []
-    calls = CALLS[device.type]
+    calls = CALLS_PER_MEASUREMENT[device.type]
     for _ in range(1 + REPEATS):
         wait()
         started = time.perf_counter()

@@ -16,7 +16,7 @@ from weft.sim.fidelity import Served
 from weft.sim.simulator import Played
 from weft.sim.traces import Trace
 
-IDLE = 0.001  # seconds: the longest sleep while nothing runs
+MOST_IDLE_SLEEP_S = 0.001  # the longest sleep while nothing runs
 Prompts = list[tuple[int, ...]]  # token ids, one prompt for each request of a trace
 
 
@@ -32,7 +32,7 @@ def replay(
     listener = engine.loop.on_record
     engine.loop.on_record = play.note
     try:
-        while play.turn():
+        while play.advance():
             progress(play.arrived)
     finally:
         engine.loop.on_record = listener
@@ -59,7 +59,7 @@ class _Play:
         self.steps.append(RunStep(record.shape, record.finished - record.started, idle))
         self._last_end = record.finished
 
-    def turn(self) -> bool:
+    def advance(self) -> bool:
         """Adds requests that are due, then runs one step. Returns False when all is done."""
         now, arrivals = self.clock() - self.start, self.trace.arrivals
         while self.arrived < len(arrivals) and arrivals[self.arrived].time <= now:
@@ -68,11 +68,11 @@ class _Play:
             events = self.engine.loop.step()
             now = self.clock() - self.start
             for event in events:
-                self._take(event, now)
+                self._note_event(event, now)
         elif self.arrived == len(arrivals):
             return False
         else:
-            self.sleep(min(max(arrivals[self.arrived].time - now, 0.0), IDLE))
+            self.sleep(min(max(arrivals[self.arrived].time - now, 0.0), MOST_IDLE_SLEEP_S))
         return True
 
     def _add(self) -> None:
@@ -85,7 +85,7 @@ class _Play:
         self.sequences.append(sequence)
         self.arrived += 1
 
-    def _take(self, event: TokenEvent, now: float) -> None:
+    def _note_event(self, event: TokenEvent, now: float) -> None:
         number = self.number[event.sequence]
         if event.token is not None:
             self.times[number].append(now)

@@ -16,12 +16,14 @@ from weft.engine.sequence import SchedulingParams, Sequence
 from weft.engine.simulated import SimulatedExecutor, VirtualClock
 from weft.sim.profiles import load_profile
 
-BLOCK = 16
-STEPS = 2000
+BLOCK_SIZE = 16
+DEFAULT_STEPS = 2000
 PROFILE = load_profile("h200-llama-3-8b")
 
 
 class Cost(NamedTuple):
+    """CPU time of the scheduler and the loop, in microseconds."""
+
     policy: str
     running: int
     us_per_step: float
@@ -39,7 +41,10 @@ class Burst(NamedTuple):
 
 
 def measure(
-    running: int, policy: str = "chunked", steps: int = STEPS, progress: Callable[[int], None] = lambda done: None
+    running: int,
+    policy: str = "chunked",
+    steps: int = DEFAULT_STEPS,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Cost:
     """Mean over steps with `running` requests of staggered lengths. A request that finishes is replaced by a new one.
 
@@ -52,7 +57,7 @@ def measure(
     scheduler = Scheduler(
         policy=_policy(policy, max(8192, 2 * running)),
         num_blocks=80 * running,
-        block_size=BLOCK,
+        block_size=BLOCK_SIZE,
         max_num_seqs=running,
         wave=PROFILE.coefficients.wave,
     )
@@ -83,8 +88,8 @@ def measure_burst(newcomers: int = 1000, running: int = 256) -> Burst:
     garbage_collection = GarbageCollection()
     scheduler = Scheduler(
         policy=_policy("slo", PROFILE.max_num_batched_tokens),
-        num_blocks=PROFILE.kv_tokens // BLOCK,
-        block_size=BLOCK,
+        num_blocks=PROFILE.kv_tokens // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
         max_num_seqs=PROFILE.max_num_seqs,
         wave=PROFILE.coefficients.wave,
     )
@@ -150,7 +155,7 @@ def _policy(name: str, tokens: int) -> Policy:
     return chunked(tokens) if name == "chunked" else slo(CostModel(PROFILE.coefficients), tokens)
 
 
-def bare_loop(running: int, steps: int = STEPS) -> float:
+def bare_loop(running: int, steps: int = DEFAULT_STEPS) -> float:
     """Microseconds per request and step of a loop that only writes into lists: the speed of Python on this machine.
 
     Speeds differ between machines, and over time on one machine. Ratios to this value do not.
@@ -176,7 +181,7 @@ def _sequence(rng: random.Random, number: int, stagger: bool) -> Sequence:
         max_tokens=tokens,
         eos_ids=(0,),
         root=root,
-        hashes=prompt_hashes(root, prompt, BLOCK),
+        hashes=prompt_hashes(root, prompt, BLOCK_SIZE),
         arrival=0.0,
         scheduling=SchedulingParams(ttft_target=3600.0, gap_target=3600.0),
     )

@@ -23,7 +23,7 @@ def html_report(runs: Sequence[tuple[str, dict[str, Any]]], title: str) -> str:
     """The HTML page; needs matplotlib. `runs` are pairs of a label and the result of `weft bench serve --json`."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     template = environment.from_string(files("weft.bench.http").joinpath(TEMPLATE).read_text(encoding="utf-8"))
-    reported = [ReportedRun(label, place, found) for place, (label, found) in enumerate(runs)]
+    reported = [ReportedRun(label, number, found) for number, (label, found) in enumerate(runs)]
     return template.render(
         title=title,
         runs=reported,

@@ -176,9 +176,9 @@ class Canvas:
 
     def points(self, xs: Any, ys: Any, colour: str, width: float) -> None:
         """All points as one path of empty round strokes: an element for each would make the file ten times as large."""
-        places = np.repeat(np.column_stack([self.x.clip(xs), self.y.clip(ys)]), 2, axis=0)
-        codes = np.tile([Path.MOVETO, Path.CLOSEPOLY], len(places) // 2)
-        dots = PathPatch(Path(places, codes), fill=False, ec=COLOURS[colour], lw=width, alpha=0.7, capstyle="round")
+        vertices = np.repeat(np.column_stack([self.x.clip(xs), self.y.clip(ys)]), 2, axis=0)
+        codes = np.tile([Path.MOVETO, Path.CLOSEPOLY], len(vertices) // 2)
+        dots = PathPatch(Path(vertices, codes), fill=False, ec=COLOURS[colour], lw=width, alpha=0.7, capstyle="round")
         dots.set_gid(self._id("points"))
         self.axes.add_patch(dots)
 
@@ -240,15 +240,15 @@ def style() -> Any:
 
 def key_style(run: ReportedRun) -> str:
     """The CSS of the run's key in a legend."""
-    return f"--c:var(--{colour_of(run)});--line:{KEYS[run.place // RUN_COLOURS % len(KEYS)]}"
+    return f"--c:var(--{colour_of(run)});--line:{KEYS[run.number // RUN_COLOURS % len(KEYS)]}"
 
 
 def colour_of(run: ReportedRun) -> str:
-    return f"c{run.place % RUN_COLOURS}"
+    return f"c{run.number % RUN_COLOURS}"
 
 
 def dash_of(run: ReportedRun) -> Any:
-    return DASHES[run.place // RUN_COLOURS % len(DASHES)]
+    return DASHES[run.number // RUN_COLOURS % len(DASHES)]
 
 
 def distribution(runs: Sequence[ReportedRun], name: str, unit: str) -> Chart | None:
@@ -302,7 +302,7 @@ def slowest_requests(run: ReportedRun) -> Chart:
     slow = sorted(replies, key=ttft, reverse=True)[:SLOWEST]
     parts = [ttft_parts(reply) for reply in slow]
     x = names_axis("number of the request, slowest first", [str(reply.number) for reply in slow])
-    canvas = Canvas(f"slowest{run.place}", x, linear_axis("TTFT, ms", 0.0, max(map(sum, parts))), WIDE)
+    canvas = Canvas(f"slowest{run.number}", x, linear_axis("TTFT, ms", 0.0, max(map(sum, parts))), WIDE)
     for place, values in enumerate(parts):
         named = zip(PARTS.values(), values, strict=True)
         tooltip = "\n".join(f"{name}: {value:.2f} ms" for name, value in named if value)

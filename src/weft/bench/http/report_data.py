@@ -28,7 +28,7 @@ class ReportedRun:
     """A load test as `weft bench serve --json` saved it."""
 
     label: str
-    place: int  # index among the runs; determines the colour
+    number: int  # index among the runs; determines the colour
     found: dict[str, Any]
 
     @cached_property

@@ -105,7 +105,7 @@ class CompletionFormatter(OpenAIFormatter):
                 group = sorted(group, key=_likelihood, reverse=True)[: self.keeps]
             # Encoded one by one, because the encoder holds the GIL.
             shown += [
-                msgspec.Raw(to_json(self._choice(choice, len(shown) + place))) for place, choice in enumerate(group)
+                msgspec.Raw(to_json(self._choice(choice, len(shown) + offset))) for offset, choice in enumerate(group)
             ]
         return {**self._envelope("text_completion"), "choices": shown, **self._with_shown_usage(extras)}
 
