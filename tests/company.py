@@ -63,7 +63,7 @@ _arrivals = st.builds(
         Standing,
         priority=st.integers(0, 1),
         tenant=st.sampled_from(["", "", "a", "b"]),
-        batch=st.sampled_from([False, False, True]),
+        flex=st.sampled_from([False, False, True]),
         ttft_target=st.just(math.inf),  # promised nothing, so nobody is refused
         gap_target=st.just(math.inf),
     ),
@@ -114,7 +114,7 @@ def play(
             assert stream.output == expected
         seen["preemptions"] += stream.request.preemptions
         seen["prefix hits"] += stream.request.cached_tokens > 0
-    assert loop.scheduler.kv.pool.num_free == loop.scheduler.kv.pool.num_blocks, "blocks were lost"
+    assert loop.scheduler.kv.block_pool.num_free == loop.scheduler.kv.block_pool.num_blocks, "blocks were lost"
     assert not loop.streams
 
 

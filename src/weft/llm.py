@@ -184,7 +184,7 @@ class LLM:
         readers: list[_Reader] = []
         for number, prompt in enumerate(every):
             try:
-                readers += self._open(prompt, params, Wishes(batch=True), "")  # no promise, so no refusal
+                readers += self._open(prompt, params, Wishes(flex=True), "")  # no promise, so no refusal
             except RequestError as error:
                 raise PromptError(number, str(error)) from None
         self._run(readers, progress)

@@ -27,7 +27,7 @@ def test_a_request_s_tail_is_evicted_before_its_head_and_worthless_blocks_before
     cache = PrefixCache(pool)
     blocks = pool.allocate(4)
     cache.insert(digests("a", "ab", "abc"), blocks[:3])
-    pool.release(blocks, keep=cache.named)
+    pool.release(blocks, keep=cache.cached_blocks)
     assert pool.free_blocks() == [3, 2, 1, 0]  # 3 has no name, 2 is the tail of the prefix
     pool.allocate(2)
     assert cache.match(digests("a", "ab", "abc"), 0, 3) == [0, 1]
@@ -38,7 +38,7 @@ def test_a_cached_block_leaves_the_free_list_when_it_is_retained() -> None:
     cache = PrefixCache(pool)
     (block,) = pool.allocate(1)
     cache.insert([b"a"], [block])
-    pool.release([block], keep=cache.named)
+    pool.release([block], keep=cache.cached_blocks)
     pool.retain(block)
     assert pool.num_free == 1
     assert pool.allocate(1) != [block]
@@ -52,7 +52,7 @@ def test_the_first_block_with_a_content_keeps_its_name() -> None:
     cache.insert([b"a"], [first])
     cache.insert([b"a"], [second])
     assert cache.match([b"a"], 0, 1) == [first]
-    assert second not in cache.named
+    assert second not in cache.cached_blocks
 
 
 def test_a_disabled_cache_finds_nothing() -> None:
@@ -71,7 +71,7 @@ def test_any_order_of_operations_keeps_the_books_balanced(script: list[tuple[str
         if action == "take" and pool.num_free:
             held += pool.allocate(1)
         elif action == "drop" and held:
-            pool.release([held.pop(number % len(held))], keep=cache.named)
+            pool.release([held.pop(number % len(held))], keep=cache.cached_blocks)
         elif action == "name" and held:
             cache.insert([bytes([number])], [held[number % len(held)]])
         elif action == "share" and (found := cache.match([bytes([number])], 0, 1)):

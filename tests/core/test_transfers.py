@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.core.test_scheduler import prompt
 from tests.strength import examples
 from tests.toy import advance, solo, toy_loop, toy_stream
-from weft.core.prefix import NamedBlocks
+from weft.core.prefix import HashedBlocks
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 
@@ -37,8 +37,8 @@ def states_of(tokens: Sequence[int]) -> dict[bytes, list[int]]:
 def test_what_a_block_holds_can_be_copied_before_it_is_reused() -> None:
     copies: list[tuple[Any, Any]] = []  # names, and the copies that were submitted
 
-    def copy(lost: NamedBlocks) -> None:
-        copies.append((lost.names, loop.executor.read_blocks(lost.blocks)))
+    def copy(lost: HashedBlocks) -> None:
+        copies.append((lost.hashes, loop.executor.read_blocks(lost.blocks)))
 
     loop = toy_loop(num_blocks=12, block_size=BLOCK, before_reuse=copy)
     known: dict[bytes, list[int]] = {}
@@ -60,7 +60,7 @@ def test_blocks_on_their_way_in_are_nobody_elses_until_they_arrive() -> None:
     scheduler, tokens = loop.scheduler, prompt(3, 20)
     content = states_of(tokens)
     names = list(content)
-    expected = scheduler.kv.expect_blocks(names)
+    expected = scheduler.kv.reserve_incoming(names)
     assert expected is not None
     before = toy_stream("before", tokens, 5)
     loop.add(before)
@@ -83,14 +83,14 @@ def test_blocks_that_are_cached_already_are_not_expected() -> None:
     loop.add(toy_stream("r", tokens[:13], 1))
     run(loop)
     names = list(states_of(tokens))
-    expected = loop.scheduler.kv.expect_blocks(names)
+    expected = loop.scheduler.kv.reserve_incoming(names)
     assert expected is not None
-    assert expected.names == names[3:]
+    assert expected.hashes == names[3:]
 
 
 def test_a_request_waits_for_blocks_that_a_transfer_has_reserved() -> None:
     loop = toy_loop(num_blocks=8, block_size=BLOCK)
-    expected = loop.scheduler.kv.expect_blocks([b"a", b"b", b"c", b"d"])
+    expected = loop.scheduler.kv.reserve_incoming([b"a", b"b", b"c", b"d"])
     assert expected is not None
     stream = toy_stream("r", prompt(1, 25), 4)  # it needs seven blocks
     loop.add(stream)
@@ -105,13 +105,13 @@ def test_a_request_waits_for_blocks_that_a_transfer_has_reserved() -> None:
 
 def test_a_transfer_that_fails_gives_its_blocks_back() -> None:
     scheduler = toy_loop(num_blocks=8, block_size=BLOCK).scheduler
-    expected = scheduler.kv.expect_blocks([b"a", b"b", b"c"])
+    expected = scheduler.kv.reserve_incoming([b"a", b"b", b"c"])
     assert expected is not None
-    assert scheduler.kv.pool.num_free == 5
-    assert scheduler.kv.expect_blocks([bytes([n]) for n in range(2)]) is None, "more than half of all blocks"
+    assert scheduler.kv.block_pool.num_free == 5
+    assert scheduler.kv.reserve_incoming([bytes([n]) for n in range(2)]) is None, "more than half of all blocks"
     assert scheduler.kv.end_transfer(expected, arrived=False)
     assert not scheduler.kv.end_transfer(expected, arrived=True), "it has ended"
-    assert scheduler.kv.pool.num_free == 8
+    assert scheduler.kv.block_pool.num_free == 8
     assert not scheduler.kv.cache.match([b"a"], 0, 1)
     scheduler.check_integrity()
 
@@ -126,13 +126,13 @@ def test_transfers_beside_requests_lose_no_block_and_change_no_token(script: lis
         if action == "ask":
             streams.append(toy_stream(f"r{turn}", tokens, 5))
             loop.add(streams[-1])
-        elif action == "expect" and (found := scheduler.kv.expect_blocks(list(states_of(tokens)))) is not None:
+        elif action == "expect" and (found := scheduler.kv.reserve_incoming(list(states_of(tokens)))) is not None:
             expected.append((found, states_of(tokens)))
         elif action in ("arrive", "fail") and expected:
             blocks, content = expected.pop(number % len(expected))
-            assert scheduler.kv.is_expected(blocks)
-            if action == "arrive" and blocks.names:
-                data = np.array([content[name] for name in blocks.names]).view(np.uint8)
+            assert scheduler.kv.is_incoming(blocks)
+            if action == "arrive" and blocks.hashes:
+                data = np.array([content[name] for name in blocks.hashes]).view(np.uint8)
                 loop.executor.write_blocks(blocks.blocks, data).result()
             assert scheduler.kv.end_transfer(blocks, arrived=action == "arrive")
         loop.step()
@@ -142,4 +142,4 @@ def test_transfers_beside_requests_lose_no_block_and_change_no_token(script: lis
     run(loop)
     for stream in streams:
         assert stream.output == solo(stream.prompt.tolist(), 5)
-    assert scheduler.kv.pool.num_free == 20
+    assert scheduler.kv.block_pool.num_free == 20

@@ -154,7 +154,7 @@ def engine() -> Engine:
     [
         (Wishes(gap_target_ms=-5), "gap_target_ms=-5 must be"),
         (Wishes(ttft_target_ms=True), "ttft_target_ms=True must be"),
-        (Wishes(batch=True, gap_target_ms=50), "gap_target_ms=50: a batch request promises nothing"),
+        (Wishes(flex=True, gap_target_ms=50), "gap_target_ms=50: a batch request promises nothing"),
         (Wishes(priority=1.5), "priority=1.5 must be a whole number"),  # type: ignore[arg-type]
     ],
 )

@@ -51,7 +51,7 @@ class Drive:
         self.now = finished
         assert plan.batch is not None
         requests = self.scheduler.in_flight[0].requests
-        done = [requests[row] for row in np.flatnonzero(plan.last).tolist()]
+        done = [requests[row] for row in np.flatnonzero(plan.may_be_last).tolist()]
         outcome = Outcome(finished=[(request, "length") for request in done if request.state is not State.FINISHED])
         self.scheduler.commit(plan.batch, outcome, started, finished)
 

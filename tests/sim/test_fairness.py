@@ -45,7 +45,7 @@ def play_all(arrivals: list[Arrival], targets: Targets = DEFAULTS, **sizes: int)
     trace = Trace("drawn", tuple(sorted(arrivals, key=lambda arrival: arrival.time)))
     played = play(trace, scheduler, Truth(COST), targets)
     scheduler.check_integrity()
-    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
+    assert scheduler.kv.block_pool.num_free == scheduler.kv.block_pool.num_blocks
     return played, scheduler
 
 
@@ -80,10 +80,10 @@ def test_a_tenant_that_sends_twenty_times_as_much_does_not_slow_the_other(gap: f
 
 def test_batch_fills_what_is_left_and_costs_the_others_nothing() -> None:
     people = [Arrival(0.4 * i, 800, 150) for i in range(100)]
-    batch = [Arrival(0.0, 4000, 300, batch=True) for _ in range(150)]
+    batch = [Arrival(0.0, 4000, 300, flex=True) for _ in range(150)]
     alone, _ = play_all(people)
     both, _ = play_all([*people, *batch])
-    ours = np.array([not a.batch for a in sorted([*people, *batch], key=lambda a: a.time)])
+    ours = np.array([not a.flex for a in sorted([*people, *batch], key=lambda a: a.time)])
     assert not both.refused.any()
     assert (both.gaps[ours[both.gap_owner]] <= DEFAULTS.gap + 1e-9).all()
     assert (both.ttft[ours] <= [DEFAULTS.first_token(800)] * ours.sum()).all()
@@ -99,7 +99,7 @@ arrivals = st.lists(
         output_tokens=st.integers(1, 200),
         prefix_ids=st.just(()),
         tenant=st.sampled_from(["", "a", "b"]),
-        batch=st.sampled_from([False, False, False, True]),
+        flex=st.sampled_from([False, False, False, True]),
     ),
     min_size=1,
     max_size=40,

@@ -66,7 +66,7 @@ def closed_loops(clients: dict[str, int], seats: int, ttft: float, max_tokens: i
             now = max(now, finished)
             assert done.batch is not None
             requests = scheduler.in_flight[0].requests
-            ended = [requests[row] for row in np.flatnonzero(done.last).tolist()]
+            ended = [requests[row] for row in np.flatnonzero(done.may_be_last).tolist()]
             outcome = Outcome(finished=[(request, "length") for request in ended])
             scheduler.commit(done.batch, outcome, started, finished)
             for request in ended:

@@ -187,7 +187,7 @@ class CudaExecutor:
         started = _event()
         started.record(stream)
         self._staging.open()
-        rows = np.flatnonzero(batch.samples)
+        rows = np.flatnonzero(batch.is_sampled)
         pending = CudaPending(self, rows, batch.slots[rows], started, self._returns[self._staging.page_index])
         self._write_blocks(batch)
         if batch.num_decodes == len(batch.slots) and (size := _fitting(self._decodes, len(rows))) is not None:
@@ -325,7 +325,7 @@ class CudaExecutor:
         if decodes:
             views.ids[:decodes] = self._last_token.index_select(0, views.slots[:decodes])
         # A step of decodes alone, which fits no graph, needs no ends: every token samples.
-        ends = None if all_rows or prefills is None else self._ends(self._score_rows(int(batch.samples.sum())))
+        ends = None if all_rows or prefills is None else self._ends(self._score_rows(int(batch.is_sampled.sum())))
         where = (views.slots, views.positions, decodes)
         return self.model.forward(views.ids, self._attention(*where, prefills, ends, self._key_target))
 
@@ -363,7 +363,7 @@ class CudaExecutor:
         pages = (-(-(first + count) // self.kv.block_size)).tolist()
         tables = [self._blocks[slot, :used] for slot, used in zip(slots.tolist(), pages, strict=True)]
         return self._flashinfer.prefills(
-            self.kv, flashinfer.Slices(slots, first, count, batch.samples[prompts], tables)
+            self.kv, flashinfer.Slices(slots, first, count, batch.is_sampled[prompts], tables)
         )
 
     # Graphs

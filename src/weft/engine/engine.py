@@ -25,7 +25,7 @@ class Wishes(NamedTuple):
     priority: int = 0  # lower goes first
     tenant: str = ""  # tenants share the engine fairly, counted in tokens
     precedence: int = 0  # lower goes first, among prompts of the same tenant
-    batch: bool = False  # wants no target: uses capacity that other requests leave
+    flex: bool = False  # wants no target: uses capacity that other requests leave
     gap_target_ms: float | None = None  # None: the engine's target
     ttft_target_ms: float | None = None  # None: the engine's target
     user: str = ""  # end user within the tenant: further prompts of one user queue behind other users'; "": none

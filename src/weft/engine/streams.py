@@ -62,9 +62,9 @@ class StreamTable:
         """Requests whose next mask became ready since the last call."""
         return [stream.request for stream in self._masks.collect()]
 
-    def inputs(self, batch: StepBatch, joined: list[Request]) -> StepInputs:
+    def inputs(self, batch: StepBatch, new_requests: list[Request]) -> StepInputs:
         """Token values of a batch, and the set-ups of the requests that got a slot."""
-        streams = [self.streams[request.id] for request in joined]
+        streams = [self.streams[request.id] for request in new_requests]
         for stream in streams:
             self._by_slot[stream.request.slot] = stream
         prefills = slice(batch.num_decodes, None)
@@ -76,7 +76,7 @@ class StreamTable:
         """Masks for the rows of a batch that sample. Call `inputs` first: it registers the streams that join."""
         if not self._masks.streams:
             return None
-        sampling = batch.slots[batch.samples]
+        sampling = batch.slots[batch.is_sampled]
         places = np.flatnonzero(self.scheduler.slots.constrained[sampling])
         if not len(places):
             return None
@@ -113,7 +113,7 @@ class StreamTable:
         # Hot path, run for every request in every step: a look-up by slot, an append, a tuple built directly.
         # Finish reasons and log probabilities are rare and added afterwards.
         by_slot, make = self._by_slot, tuple.__new__
-        rows, tokens = np.flatnonzero(batch.samples), result.tokens
+        rows, tokens = np.flatnonzero(batch.is_sampled), result.tokens
         if result.accepted is not None:  # decodes of which no token is accepted have sampled none
             rows = rows[result.accepted[rows] > 0]
         streams = [by_slot[slot] for slot in batch.slots[rows].tolist()]
@@ -127,7 +127,7 @@ class StreamTable:
         first = len(events)
         pairs = zip(streams, tokens, strict=True)
         events += [make(TokenEvent, (stream, token, None, None, None, 0, None)) for stream, token in pairs]
-        for index, reason in self._ends(plan.last[rows], streams, tokens):
+        for index, reason in self._ends(plan.may_be_last[rows], streams, tokens):
             events[first + index] = TokenEvent(streams[index], tokens[index], reason)
             outcome.finished.append((streams[index].request, reason))
             by_slot[batch.slots[rows[index]]] = None

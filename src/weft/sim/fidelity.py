@@ -19,7 +19,7 @@ from weft.sim.simulator import Played, Truth
 from weft.sim.traces import Arrival, Trace
 
 SEED = 0  # of the noise of simulated steps
-PLACES = {"p50": "p50", "p99": "p99", "p999": "p99.9"}  # compared percentiles, and how they are printed
+SHOWN_PERCENTILES = {"p50": "p50", "p99": "p99", "p999": "p99.9"}  # compared percentiles, and how they are printed
 TIMES = {"ttft_ms": "TTFT", "gap_ms": "gap"}
 LONE_PROBES = 16  # simulated lone streams: enough for a stable median of noisy steps
 NOISE_LIMIT = 0.5  # Truth clips noise factors at 0.5, so a larger spread would shift the mean
@@ -145,7 +145,7 @@ def compared(served: Sequence[Report], simulated: Report) -> list[ComparedFigure
     """All figures: TTFT and gap at three percentiles, tokens per second, and the share of promises kept."""
     lines = []
     for key, name in TIMES.items():
-        for place, shown in PLACES.items():
+        for place, shown in SHOWN_PERCENTILES.items():
             values = [getattr(one, key)[place] for one in served]
             lines.append(_line(f"{name} ms {shown}", values, getattr(simulated, key)[place]))
     lines.append(_line("output tokens/s", [one.output_tokens_per_s for one in served], simulated.output_tokens_per_s))
@@ -163,7 +163,7 @@ def inside_figures(served: Sequence[Served], simulated: Report) -> list[Compared
         return []
     return [
         _line(f"TTFT in the server ms {shown}", [float(values[index]) for values in found], simulated.ttft_ms[place])
-        for index, (place, shown) in enumerate(PLACES.items())
+        for index, (place, shown) in enumerate(SHOWN_PERCENTILES.items())
     ]
 
 
@@ -217,7 +217,8 @@ def known_error(profile: Profile, policy: str) -> str:
         return f"{policy}: the error of {profile.name} against served traffic is not known (weft bench fidelity)"
     last = max(found, key=lambda one: str(one["date"]))
     parts = [
-        f"{name} " + " / ".join(_percent(last["errors"].get(f"{name} ms {shown}")) for shown in PLACES.values())
+        f"{name} "
+        + " / ".join(_percent(last["errors"].get(f"{name} ms {shown}")) for shown in SHOWN_PERCENTILES.values())
         for name in TIMES.values()
     ]
     parts.append(f"tokens/s {_percent(last['errors'].get('output tokens/s'))}")

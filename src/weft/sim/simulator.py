@@ -133,7 +133,7 @@ class TraceTable:
         self.last_token = np.zeros(count)
         self.stops = any(arrival.max_tokens for arrival in trace.arrivals)  # some requests end before max_tokens
         # Remaining output tokens of each request.
-        self.left = np.array([min(a.output_tokens, a.max_tokens or a.output_tokens) for a in trace.arrivals])
+        self.remaining = np.array([min(a.output_tokens, a.max_tokens or a.output_tokens) for a in trace.arrivals])
         self.gap_owners: list[NDArray[np.int64]] = []
         self.gaps: list[NDArray[np.float64]] = []
         self.steps = self.prefill_tokens = self.cached_tokens = self.preemptions = 0
@@ -159,8 +159,8 @@ class TraceTable:
                 known += ended - max(begun, sent)
         return known
 
-    def inputs(self, batch: StepBatch, joined: list[Request]) -> StepInputs:
-        for request in joined:
+    def inputs(self, batch: StepBatch, new_requests: list[Request]) -> StepInputs:
+        for request in new_requests:
             self.owner[request.slot] = self.number[request]
         return NO_INPUTS
 
@@ -172,7 +172,7 @@ class TraceTable:
     def take(self, plan: Plan, result: StepResult, outcome: Outcome) -> list[Never]:
         assert plan.batch is not None, "only a batch has a result"
         batch = plan.batch
-        ended = self._ended(batch, plan.last)
+        ended = self._ended(batch, plan.may_be_last)
         outcome.finished = [(self.requests[number], "length") for number in ended.tolist()]
         self._note_tokens(batch)
         self.finished[ended] = self.last_token[ended]
@@ -212,16 +212,16 @@ class TraceTable:
 
     def _ended(self, batch: StepBatch, last: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Numbers of the requests that finish in this step."""
-        owners = self.owner[batch.slots[batch.samples if self.stops else last]]
-        ended: NDArray[np.int64] = owners[self.left[owners] == 1] if self.stops else owners
+        owners = self.owner[batch.slots[batch.is_sampled if self.stops else last]]
+        ended: NDArray[np.int64] = owners[self.remaining[owners] == 1] if self.stops else owners
         return ended
 
     def _note_tokens(self, batch: StepBatch) -> None:
         """Records token times. Tokens reach their clients one by one, after the tokens of the previous step."""
-        owners = self.owner[batch.slots[batch.samples]]
+        owners = self.owner[batch.slots[batch.is_sampled]]
         if self.stops:  # drop tokens of requests that finished while this step was in flight
-            owners = owners[self.left[owners] > 0]
-            self.left[owners] -= 1
+            owners = owners[self.remaining[owners] > 0]
+            self.remaining[owners] -= 1
         begun = max(self.clock.now, self.api_free)
         times = begun + self.host.token * np.arange(1, len(owners) + 1)
         self.api_free = begun + self.host.delivery(len(owners))
@@ -260,7 +260,7 @@ def _request(number: int, arrival: Arrival, targets: Targets, block_size: int) -
     per_id = MOONCAKE_BLOCK // block_size
     whole = arrival.prefix_ids[: arrival.prompt_tokens // MOONCAKE_BLOCK]  # a partial tail is not cached
     hashes: list[Hashable] = [name * per_id + block for name in whole for block in range(per_id)]
-    promise = Promise() if arrival.batch else targets.promise(arrival.prompt_tokens)
+    promise = Promise() if arrival.flex else targets.promise(arrival.prompt_tokens)
     return Request(
         id=f"{number:06d}",
         prompt_tokens=arrival.prompt_tokens,
@@ -268,7 +268,7 @@ def _request(number: int, arrival: Arrival, targets: Targets, block_size: int) -
         arrival=arrival.time,
         hashes=hashes,
         tenant=arrival.tenant,
-        batch=arrival.batch,
+        flex=arrival.flex,
         gap_target=promise.gap,
         gap_source=promise.gap_source,
         ttft_target=promise.ttft,

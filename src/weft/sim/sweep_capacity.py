@@ -22,7 +22,7 @@ from weft.sim.score_table import ScoreTable
 from weft.sim.sweep_grid import FINE, Grid, Row, Score, SweepRun, coarse_scale, fine_scales
 
 SHARES = (0.99, 0.9)  # of all requests; the higher first, because its runs also help for the lower
-BELOW = 10  # steps of COARSE below the lowest rate of the grid: to about a quarter of it
+STEPS_BELOW = 10  # steps of COARSE below the lowest rate of the grid: to about a quarter of it
 TOKENS_PER_MS = 20  # rough prefill speed of the profile's device: only decides which chunk is tried first
 
 Keeps = Callable[[str, float], bool]  # (policy, scale): whether the share is kept there
@@ -105,7 +105,7 @@ def families(grid: Grid, gap: int) -> list[list[str]]:
 def ladder(grid: Grid, trace: str) -> list[float]:
     """The rates of the first bisection: the grid's, and lower ones."""
     course = grid.course(trace)
-    return [coarse_scale(step) for step in range(course.lowest - BELOW, course.highest + 1)]
+    return [coarse_scale(step) for step in range(course.lowest - STEPS_BELOW, course.highest + 1)]
 
 
 class _Needed(Exception):

@@ -24,7 +24,7 @@ class Arrival:
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()  # equal ids at equal indices mean equal blocks of MOONCAKE_BLOCK tokens
     tenant: str = ""
-    batch: bool = False
+    flex: bool = False
     max_tokens: int = 0  # limit that the scheduler sees instead of output_tokens; 0: it sees output_tokens
 
 

@@ -128,7 +128,7 @@ class _Clock:
         if plan.batch is not None:
             step = self.scheduler.in_flight[-1]
             ended = self.now + (step.predicted or 0.0)
-            done = [(step.requests[row], "length") for row in np.flatnonzero(plan.last).tolist()]
+            done = [(step.requests[row], "length") for row in np.flatnonzero(plan.may_be_last).tolist()]
             self.scheduler.commit(plan.batch, Outcome(finished=done), self.now, ended)
             self.now = ended
 

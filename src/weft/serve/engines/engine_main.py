@@ -288,7 +288,7 @@ class EngineServer:
     def _idle_step(self) -> EngineStep:
         """The current counters as a step without tokens, for when nothing runs."""
         now, scheduler = self.loop.clock(), self.loop.scheduler
-        waiting, free = scheduler.num_waiting, scheduler.kv.pool.num_free
+        waiting, free = scheduler.num_waiting, scheduler.kv.block_pool.num_free
         return EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, waiting, 0, free, taken=self._taken)
 
     def _keep_record(self, record: StepRecord) -> None:

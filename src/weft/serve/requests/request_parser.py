@@ -247,7 +247,7 @@ class RequestParser:
         salt = context.salt + (body.cache_salt or "")
         engine_params = replace(params, stop=None)  # the API process looks for stop strings
         promise = Promise()
-        if info.has_targets and not wishes.batch:
+        if info.has_targets and not wishes.flex:
             own = (_seconds(wishes.ttft_target_ms), _seconds(wishes.gap_target_ms))
             constrained = params.structured_outputs is not None
             promise = info.targets.promise(max(map(len, prompts)), *own, constrained)

@@ -1,12 +1,15 @@
-"""HostCost: host time of steps. The simulator adds it. It also limits screening and reserves time for delivery."""
+"""HostCost: host (CPU) time of steps.
+
+The simulator adds it to each step. The scheduler uses it to limit screening and to reserve time for token delivery.
+"""
 
 import math
 from dataclasses import dataclass, fields
 
 # A CPU is slow at first after an idle time: its clock is low, its threads sleep, a virtual CPU is not scheduled. On two
 # cores of an EPYC, steps take 40% longer for about 50 ms after 20 ms or more without a step.
-IDLE = 0.02  # seconds without a step
-WAKING = 0.05  # seconds of slow steps
+IDLE_S = 0.02  # seconds without a step
+WAKING_S = 0.05  # seconds of slow steps
 # Tokens of a step are sent in the order of its rows, which is nearly the same from step to step. A token is late by as
 # many rows as its row has moved. On an H200, reserving time for 160 rows is enough for 256 streams.
 MOVED_ROWS = 160
@@ -14,7 +17,7 @@ MOVED_ROWS = 160
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds of host time. Without measurements, steps cost nothing, but screening is still limited (`visit`)."""
+    """Seconds of host time. Without measurements, steps cost nothing, but `visit` still limits screening."""
 
     step: float = 0.0  # planning and submitting a step, and all other work between two steps
     row: float = 0.0  # added per row of the step
