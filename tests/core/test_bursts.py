@@ -146,8 +146,8 @@ def test_a_default_gap_gives_way_and_a_promised_one_says_that_prompts_starve() -
     slow = CostModel(PROFILE.coefficients)
     slow.prefill.spread = 0.4  # noise: a margin of four
     budget_policy = slo(slow, 2048).budget_policy
-    soft = DecodeLoad(64, 64_000, math.inf, 0.02)
-    firm = DecodeLoad(64, 64_000, 0.02)
+    default = DecodeLoad(64, 64_000, math.inf, 0.02)
+    promised = DecodeLoad(64, 64_000, 0.02)
     chunked = budget_policy.pace(slow, DecodeLoad(64, 64_000, math.inf), 0)
-    assert budget_policy.pace(slow, firm, 0) < 0.25 * chunked
-    assert budget_policy.pace(slow, soft, 0) > 0.5 * chunked
+    assert budget_policy.pace(slow, promised, 0) < 0.25 * chunked
+    assert budget_policy.pace(slow, default, 0) > 0.5 * chunked

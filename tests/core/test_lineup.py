@@ -38,7 +38,7 @@ def one_by_one(requests: list[Request], now: float) -> list[Request]:
         request = lines[key].popleft()
         order.append(request)
         if request.service_at_start is None:
-            service[key.account] += INPUT_WEIGHT * request.known / key.account.weight
+            service[key.account] += INPUT_WEIGHT * request.num_tokens / key.account.weight
         if not lines[key]:
             del lines[key]
     return order
@@ -86,7 +86,7 @@ def test_the_order_is_that_of_service(
     behind = [request for request in everything if request.order_key[:2] > (False, 1)]
     assert order == [request for request in one_by_one(everything, now=0.0) if request not in behind]
     assert [found.at(place) for place in found.newcomers] == [one for one in order if one in places["new"]]
-    assert found.rows.remaining.tolist() == [request.known for request in order]
+    assert found.rows.remaining.tolist() == [request.num_tokens for request in order]
     fewer = found.without(found.newcomers[::2])
     gone = {found.at(place) for place in found.newcomers[::2]}
     assert [fewer.at(place) for place in range(len(fewer.order))] == [one for one in order if one not in gone]

@@ -104,7 +104,7 @@ def test_a_prompt_does_not_start_when_the_decode_step_that_it_joins_would_break_
     ]
 
 
-def test_batch_fills_the_slack_and_makes_room_when_somebody_comes() -> None:
+def test_flex_fills_the_slack_and_makes_room_when_somebody_comes() -> None:
     loop = slo_loop(seqs=2)
     add(loop, "x", 4, 4, flex=True)
     add(loop, "y", 4, 4, flex=True, arrival=1.0)
@@ -119,8 +119,8 @@ def test_batch_fills_the_slack_and_makes_room_when_somebody_comes() -> None:
     ]
 
 
-def test_batch_decodes_respect_a_default_gap_target() -> None:
-    """A flood of batch requests made steps of 300 ms beside a stream with the default target of 50."""
+def test_flex_decodes_respect_a_default_gap_target() -> None:
+    """A flood of flex requests made steps of 300 ms beside a stream with the default target of 50."""
     loop = slo_loop()
     for number in range(6):
         add(loop, f"b{number}", 1, 9, flex=True, arrival=number * 0.01)
@@ -132,30 +132,30 @@ def test_batch_decodes_respect_a_default_gap_target() -> None:
         shape = step_shape(loop)
         assert shape.decodes <= 4, "half of the default gap is for decodes"
         beside += shape.decodes > 1
-    assert beside > 4, "batch requests fill the slack"
+    assert beside > 4, "flex requests fill the slack"
     run(loop)
     loop.scheduler.check_integrity()
 
 
-def test_batch_prompts_do_not_make_a_default_gap_target_give_way() -> None:
+def test_flex_prompts_do_not_make_a_default_gap_target_give_way() -> None:
     loop = slo_loop()
     add(loop, "person", 1, 60, gap_target=3.0, gap_source=Source.DEFAULT)
     loop.step()
-    add(loop, "batch", 60, 1, flex=True)
+    add(loop, "flex", 60, 1, flex=True)
     while loop.scheduler.num_waiting or len(loop.scheduler.running) > 1:
         assert step_shape(loop).tokens <= 3
     add(loop, "other", 60, 1)
     assert step_shape(loop).tokens > 3, "it gives way to other prompts"
 
 
-def test_batch_gets_on_beside_a_stream_that_misses_its_default_gap_anyway() -> None:
+def test_flex_gets_on_beside_a_stream_that_misses_its_default_gap_anyway() -> None:
     loop = slo_loop(seqs=16)
     for number in range(12):
         add(loop, f"p{number}", 1, 60, gap_target=2.0, gap_source=Source.DEFAULT)
     loop.step()
-    batch = add(loop, "batch", 4, 8, flex=True)
+    flex = add(loop, "flex", 4, 8, flex=True)
     run(loop, steps=40)
-    assert batch.request.finish_reason is not None
+    assert flex.request.finish_reason is not None
 
 
 def step_shape(loop: Loop) -> StepShape:
@@ -213,7 +213,7 @@ def test_a_users_prompts_make_room_for_those_of_other_users_of_the_tenant() -> N
     loop.scheduler.check_integrity()
 
 
-def test_a_user_is_not_put_back_for_batch_prompts_nor_for_completions_of_one_prompt() -> None:
+def test_a_user_is_not_put_back_for_flex_prompts_nor_for_completions_of_one_prompt() -> None:
     loop = slo_loop(tokens=8)
     for number in range(3):
         add(loop, f"x{number}", 8, user="a", arrival=number * 0.01, flex=True)
@@ -287,7 +287,7 @@ def test_what_a_tenant_got_while_nobody_waited_is_not_held_against_it() -> None:
     assert patient.service == 0.0
 
 
-def test_batch_of_another_tenant_does_not_halve_the_seats() -> None:
+def test_flex_of_another_tenant_does_not_halve_the_seats() -> None:
     loop = slo_loop(tokens=16, seqs=4)
     for number in range(4):
         add(loop, f"b{number}", 2, 20, tenant="other", flex=True, arrival=number * 0.01)

@@ -49,7 +49,7 @@ class BatchBuilder:
     def build(
         self, number: int, decodes: NDArray[np.int64], running: RunningRequests, updates: BlockUpdates, wave: int
     ) -> StepBatch:
-        """Builds the batch. Advances `planned` and `known` by what the step computes and samples."""
+        """Builds the batch. Advances `planned` and `num_tokens` by what the step computes and samples."""
         prefills, slots = self.prefills, running.slots
         num_decodes = len(decodes)
         rows, first = decodes, slots.planned[decodes]
@@ -61,8 +61,8 @@ class BatchBuilder:
             rows = np.concatenate([rows, ints([one.request.slot for one in prefills])])
             first = np.concatenate([first, ints([one.first for one in prefills])])
             count[num_decodes:] = [one.tokens for one in prefills]
-            is_sampled = first + count == slots.known[rows]
-        slots.known[rows] += is_sampled
+            is_sampled = first + count == slots.num_tokens[rows]
+        slots.num_tokens[rows] += is_sampled
         if slots.constrained.any():  # until the loop has the token and the next mask
             slots.awaits_mask[rows] |= is_sampled & slots.constrained[rows]
         slots.in_flight[rows] += 1

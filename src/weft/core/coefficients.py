@@ -120,7 +120,7 @@ class Coefficients:
         return self.token * count + (self.pair + self.wave_pair) * slice_pairs(first, count)
 
     def prompt_seconds(self, first: Array, remaining: Array) -> Array:
-        """Seconds to prefill `left` tokens from `first`, per prompt. Half of the last wave and grain is padding."""
+        """Seconds to prefill `remaining` tokens from `first`, by prompt. Half of the last wave and grain is padding."""
         seconds = self.token * remaining + (self.pair + self.wave_pair) * remaining * (first + (remaining + 1) / 2)
         if self.wave:
             seconds += (

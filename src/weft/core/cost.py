@@ -82,7 +82,7 @@ class CostModel:
         return self.coefficients.prefill_seconds(first, count)
 
     def prompt_seconds(self, first: Array, remaining: Array) -> Array:
-        """Seconds to prefill `left` tokens from `first`, per prompt."""
+        """Seconds to prefill `remaining` tokens from `first`, by prompt."""
         return self.coefficients.prompt_seconds(first, remaining)
 
     def overhead(self, decodes: int, context: float, reach: float) -> float:

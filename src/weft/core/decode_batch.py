@@ -34,7 +34,7 @@ class DecodeBatch:
     def choose(self) -> SlotArray:
         """Chooses all requests that can decode. Returns the slots that need another block."""
         slots = self._slots
-        ready = np.flatnonzero(slots.decoding & (slots.known < slots.limit))
+        ready = np.flatnonzero(slots.decoding & (slots.num_tokens < slots.limit))
         self._awaiting_mask = NO_SLOTS
         if slots.awaits_mask.any():
             awaits_mask = slots.awaits_mask[ready]
@@ -78,7 +78,7 @@ class DecodeBatch:
         if gone:
             decodes = decodes[~np.isin(decodes, [other.slot for other in gone])]
         prefills = [other for other in self._running.prefilling if other not in gone] + [request]
-        prefills = [other for other in prefills if other.known + 1 < other.limit]  # drops requests that never decode
+        prefills = [other for other in prefills if other.num_tokens + 1 < other.limit]  # the others never decode
         if not prefills:
             return True
         if request.flex:
@@ -112,7 +112,7 @@ class DecodeBatch:
 
     def _shape(self, decodes: SlotArray, prefills: Sequence[Request]) -> StepShape:
         """Shape of the step in which all of these requests decode."""
-        context = int(self._slots.planned[decodes].sum()) + len(decodes) + sum(request.known for request in prefills)
+        context = int(self._slots.planned[decodes].sum()) + len(decodes) + sum(one.num_tokens for one in prefills)
         return decodes_alone(len(decodes) + len(prefills), context)
 
     def _step_load(self, decodes: SlotArray, start: float) -> StepLoad:
@@ -127,9 +127,9 @@ class DecodeBatch:
     def _end_forecast(self, decodes: SlotArray, turnover: Turnover) -> EndForecast:
         """When these decodes are expected to end."""
         slots = self._slots
-        known = slots.known[decodes]
+        num_tokens = slots.num_tokens[decodes]
         steps_per_token = np.where(slots.constrained[decodes], CONSTRAINED_STEPS, 1)
         promised_gap = slots.promised_max_step[decodes] * steps_per_token  # seconds
         return turnover.lengths.end_forecast(
-            known - slots.prompt[decodes], slots.limit[decodes] - known, promised_gap, slots.planned[decodes]
+            num_tokens - slots.prompt[decodes], slots.limit[decodes] - num_tokens, promised_gap, slots.planned[decodes]
         )

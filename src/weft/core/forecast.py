@@ -65,7 +65,7 @@ class PromptRows(NamedTuple):
     promised_max_step: Array  # seconds: longest step that keeps the promised gap; infinite if there is none
     default_max_step: Array  # seconds: longest step that keeps the default gap target, which may be exceeded under load
     promised_due: Array  # seconds on the scheduler's clock; infinite if no first token is promised
-    memory: Array  # tokens of KV memory that must be free before it can start
+    memory_tokens: Array  # tokens of KV memory that must be free before it can start
     start: Array  # order within class and service; see `Order.key`
     service: Array  # service of the tenant when the request first started; NaN if it has not started
 
@@ -166,7 +166,7 @@ class _Walk:
         self.smallest_group = max(1, count // MOST_FORECAST_GROUPS)  # prompts in a group that is not split further
         self.reach: Array = rows.first + rows.remaining  # tokens of context that the last slice of each prompt reads
         self.work: Array = cost.prompt_seconds(rows.first, rows.remaining) * self.bias
-        self.memory_is_scarce = bool(load.freed_per_second is not None and rows.memory.any())
+        self.memory_is_scarce = bool(load.freed_per_second is not None and rows.memory_tokens.any())
         self.weights: Array = np.ones(count)  # 1, or 0 if the prompt takes no time and no room from other prompts
         self.none_left_out = left_out is None  # all weights are 1
         if left_out is not None:
@@ -279,8 +279,8 @@ class _Walk:
         """Waits until there is memory for all of these prompts. Returns the time at which each has memory."""
         if not self.memory_is_scarce or self.load.freed_per_second is None:
             return np.zeros(end - begin)
-        need = self.rows.memory[begin:end] * self.weights[begin:end]
-        lacking = np.cumsum(need) + is_left_out * self.rows.memory[begin:end] - self.free_tokens
+        need = self.rows.memory_tokens[begin:end] * self.weights[begin:end]
+        lacking = np.cumsum(need) + is_left_out * self.rows.memory_tokens[begin:end] - self.free_tokens
         ready = self.load.start + np.maximum(0.0, lacking) / self.load.freed_per_second
         if need.any():
             seconds = max(0.0, float(need.sum()) - self.free_tokens) / self.load.freed_per_second

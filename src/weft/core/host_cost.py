@@ -27,7 +27,7 @@ class HostCost:
     request: float = 0.0  # from when a client sends a request until the engine can receive it
     arrival: float = 0.0  # receiving a request in the engine
     visit: float = 20e-6  # one queue entry that screening visits
-    wake: float = 0.0  # a share, not seconds: how much longer steps take in the first WAKING seconds after an idle time
+    wake: float = 0.0  # a share, not seconds: how much longer steps take in the first WAKING_S after an idle time
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -67,7 +67,7 @@ class KVCacheManager:
         if not request.reuse_prefix or planned != slots.capacity[slot]:
             return 0
         # The last token is always computed, because the next token is sampled from its output.
-        stop = (int(slots.known[slot]) - 1) // self.block_size
+        stop = (int(slots.num_tokens[slot]) - 1) // self.block_size
         blocks = self.cache.match(request.hashes, len(request.blocks), stop)
         for block in blocks:
             self.block_pool.retain(block)
@@ -92,7 +92,7 @@ class KVCacheManager:
 
     def _shareable(self, request: Request) -> int:
         """Most blocks that a request may have from the prefix cache. Its last token is always computed."""
-        return (request.known - 1) // self.block_size if request.reuse_prefix else 0
+        return (request.num_tokens - 1) // self.block_size if request.reuse_prefix else 0
 
     # Blocks of running requests
 
@@ -108,12 +108,12 @@ class KVCacheManager:
             return False
         hits = self.cached_prefix(request)
         unused_hits = sum(self.block_pool.refs[block] == 0 for block in hits)
-        return self.blocks_for(request.known) - len(hits) + unused_hits <= free
+        return self.blocks_for(request.num_tokens) - len(hits) + unused_hits <= free
 
     def unclaimed(self, gone: Collection[Request] = ()) -> int:
         """Free blocks, plus blocks of the requests in `gone`, minus blocks that other running requests need soon."""
         claimed = sum(
-            self.blocks_for(int(self._slots.known[other.slot])) - len(other.blocks)
+            self.blocks_for(int(self._slots.num_tokens[other.slot])) - len(other.blocks)
             for other in self._running.prefilling
             if other not in gone
         )
@@ -141,10 +141,10 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Frees the blocks of a request that gives up its seat. Its new block table entries are not needed any more."""
         if request.slot in self._new_slots:
-            kept = [index for index, slot in enumerate(self._new_slots) if slot != request.slot]
-            self._new_slots = [self._new_slots[index] for index in kept]
-            self._new_columns = [self._new_columns[index] for index in kept]
-            self._new_blocks = [self._new_blocks[index] for index in kept]
+            others = [index for index, slot in enumerate(self._new_slots) if slot != request.slot]
+            self._new_slots = [self._new_slots[index] for index in others]
+            self._new_columns = [self._new_columns[index] for index in others]
+            self._new_blocks = [self._new_blocks[index] for index in others]
         request.account.blocks -= len(request.blocks)
         self.block_pool.release(request.blocks, keep=self.cache.cached_blocks)
         request.blocks = []

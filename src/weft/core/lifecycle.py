@@ -33,7 +33,7 @@ class RequestLifecycle:
         if request.service_at_start is None:  # charge the whole prompt at once, and only once
             request.account.uncount_prompt(request.flex, request.user, request.sibling)
             request.service_at_start = request.account.service
-            request.account.charge(INPUT_WEIGHT * (request.known - request.expected_hits))
+            request.account.charge(INPUT_WEIGHT * (request.num_tokens - request.expected_hits))
         self.builder.new_requests.append(request)
 
     def allocate_blocks(self, request: Request, count: int) -> bool:
@@ -49,7 +49,7 @@ class RequestLifecycle:
     def preempt(self, request: Request) -> None:
         """Takes the seat and the blocks of a request away. It is queued again, to recompute all its tokens."""
         slots, slot = self.running.slots, request.slot
-        request.known = int(slots.known[slot])
+        request.num_tokens = int(slots.num_tokens[slot])
         request.awaits_mask = bool(slots.awaits_mask[slot])
         lost = int(slots.computed[slot])
         request.lost_tokens += lost
@@ -64,7 +64,7 @@ class RequestLifecycle:
     def drop_last_tokens(self, request: Request, tokens: int) -> None:
         """Removes the last tokens of a preempted request: the step that should have sampled them did not."""
         self.queue.remove(request)
-        request.known -= tokens
+        request.num_tokens -= tokens
         request.awaits_mask = False
         self.unscreened.store_forecast_row(request)
         self.queue.add(request)
@@ -90,7 +90,7 @@ class RequestLifecycle:
     def _leave(self, request: Request) -> None:
         """Removes a running request for good, and records its output length and the blocks that it freed."""
         free = self.kv.block_pool.num_free
-        output_tokens = int(self.running.slots.known[request.slot]) - request.prompt_tokens
+        output_tokens = int(self.running.slots.num_tokens[request.slot]) - request.prompt_tokens
         self._unseat(request)
         self.turnover.note_finished((self.kv.block_pool.num_free - free) * self.kv.block_size, output_tokens)
 

@@ -56,7 +56,7 @@ class PrefillPass:
                     break
                 continue
             request.account.unserved_since = load.start
-            if request.first_token is None and slots.planned[request.slot] == slots.known[request.slot]:
+            if request.first_token is None and slots.planned[request.slot] == slots.num_tokens[request.slot]:
                 budget.tighten(request.due - load.start, is_promised=request.promised_due < math.inf)
         return budget.prefill_limit
 
@@ -79,7 +79,7 @@ class PrefillPass:
         if request.slot >= 0 or budget.room(0, 1) < 1 or not self.running.slots.num_free:
             order.close()
             return False
-        blocks = self.kv.blocks_for(request.known)
+        blocks = self.kv.blocks_for(request.num_tokens)
         if self.tenants.is_over(request.account, flex=request.flex, seats=1, blocks=blocks):
             order.close_line(request)
             return False
@@ -101,8 +101,8 @@ class PrefillPass:
         """Plans the request's next slice. Returns its tokens; 0 if the budget is spent or blocks are short."""
         slots, slot = self.running.slots, request.slot
         self._reuse_cached_blocks(request)
-        first, known = int(slots.planned[slot]), int(slots.known[slot])
-        count = budget.room(first, known - first)
+        first, num_tokens = int(slots.planned[slot]), int(slots.num_tokens[slot])
+        count = budget.room(first, num_tokens - first)
         if count < 1 or not self.lifecycle.allocate_blocks(
             request, self.kv.blocks_for(first + count) - len(request.blocks)
         ):

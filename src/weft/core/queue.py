@@ -61,7 +61,7 @@ class BySlack:
         if request.due == math.inf:
             start = request.arrival + QUEUE_PATIENCE_S
         else:
-            start = request.due - self.cost.prefill_seconds(0, request.known)
+            start = request.due - self.cost.prefill_seconds(0, request.num_tokens)
             if request.ttft_source is Source.DEFAULT:  # promised requests go first
                 start += QUEUE_PATIENCE_S
         start += USER_DELAY_S * request.ahead
@@ -119,7 +119,7 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         self.lines.setdefault(line_of(request), QueueLine()).add(request)
-        self.tokens += request.known
+        self.tokens += request.num_tokens
         self._count += 1
 
     def remove(self, request: Request) -> None:
@@ -128,7 +128,7 @@ class WaitingQueue:
         line.remove(request)
         if not line.requests:
             del self.lines[key]
-        self.tokens -= request.known
+        self.tokens -= request.num_tokens
         self._count -= 1
 
     def heads(self) -> list[Request]:
@@ -141,7 +141,7 @@ class WaitingQueue:
                 "a line's rows are out of order"
             )
         assert self._count == sum(1 for _ in self), "the queue miscounts its requests"
-        assert self.tokens == sum(request.known for request in self), "the queue miscounts its tokens"
+        assert self.tokens == sum(request.num_tokens for request in self), "the queue miscounts its tokens"
 
 
 class QueueLimits(NamedTuple):
@@ -160,9 +160,9 @@ class QueueLimits(NamedTuple):
             raise QueueFullError(
                 f"{waiting} requests wait already, max_queued_requests={self.requests}: try again later"
             )
-        if self.tokens is not None and tokens and tokens + request.known > self.tokens:
+        if self.tokens is not None and tokens and tokens + request.num_tokens > self.tokens:
             raise QueueFullError(
-                f"{tokens} tokens of prompts wait already; with {request.known} more they would exceed "
+                f"{tokens} tokens of prompts wait already; with {request.num_tokens} more they would exceed "
                 f"max_queued_tokens={self.tokens}: try again later"
             )
 

@@ -21,7 +21,7 @@ class State(enum.Enum):
 class Request:
     """One request, compared by object identity.
 
-    `known` and `awaits_mask` are valid only while the request waits. While it runs, `Slots` has the current values.
+    `num_tokens` and `awaits_mask` are valid only while it waits. While it runs, `Slots` has the current values.
     """
 
     id: str
@@ -46,7 +46,7 @@ class Request:
     state: State = State.WAITING
     finish_reason: str | None = None
     slot: int = -1  # -1: none. The slot outlives the seat while a step in flight uses it.
-    known: int = 0  # tokens to compute when it starts: the prompt, plus its output if it was preempted
+    num_tokens: int = 0  # prompt and output: tokens to compute when it starts (output only after a preemption)
     awaits_mask: bool = False  # the mask of its next token is not ready; it cannot start before `Scheduler.release`
     number: int = 0  # order of arrival, from 1
     due_at_arrival: float = math.inf  # `due` at arrival, before any target is dropped; orders screening
@@ -69,7 +69,7 @@ class Request:
     lost_tokens: int = 0  # computed or cached tokens that preemptions discarded
 
     def __post_init__(self) -> None:
-        self.known = self.prompt_tokens
+        self.num_tokens = self.prompt_tokens
         self.awaits_mask = self.constrained
 
     @property

@@ -89,6 +89,6 @@ class RunningRequests:
             assert request.state is State.RUNNING, "a request with a seat does not run"
             assert self.slots.occupant[request.slot] is request, "a slot has two owners"
         assert all(not request.blocks for request in self.retiring), "a request without a seat holds blocks"
-        taken = len(self.requests) + len(self.retiring)
-        assert self.slots.num_free == self.slots.size - taken, "a slot is neither free nor taken"
+        used = len(self.requests) + len(self.retiring)
+        assert self.slots.num_free == self.slots.size - used, "a slot is neither free nor used"
         assert len(self.requests) <= self.max_num_seqs, "more run than there are seats"

@@ -253,7 +253,7 @@ class Scheduler:
         return self._decodes.step_load(load.start)
 
     def _screen(self, load: StepLoad, now: float) -> list[Request]:
-        """Screens new requests, and ends those that are refused. Returns them."""
+        """Screens new requests. Ends and returns the refused ones."""
         if not self.num_waiting:
             return []
         free_tokens = self.kv.free_tokens() if self.running else math.inf
@@ -279,7 +279,7 @@ class Scheduler:
             preemptions=builder.preemptions,
             lost_tokens=builder.lost_tokens,
             starved=has_waiting and self.policy.budget_policy.starves(load),
-            may_be_last=batch.is_sampled & (slots.known[batch.slots] >= slots.limit[batch.slots]),
+            may_be_last=batch.is_sampled & (slots.num_tokens[batch.slots] >= slots.limit[batch.slots]),
         )
         builder.clear()
         return step
@@ -295,7 +295,7 @@ class Scheduler:
         assert batch.count[: batch.num_decodes].max(initial=1) == 1, "nothing plans several tokens for a decode yet"
         slots.computed[batch.slots] = batch.first + accepted
         slots.planned[batch.slots] -= missing
-        slots.known[batch.slots] -= missing
+        slots.num_tokens[batch.slots] -= missing
         slots.awaits_mask[batch.slots[missing > 0]] = False  # their masks are still valid
         for row in np.flatnonzero(missing).tolist():
             request = self.running.at(int(batch.slots[row]))

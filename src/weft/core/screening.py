@@ -49,7 +49,7 @@ class UnscreenedRequests:
         self._added += 1
         request.number, request.due_at_arrival = self._added, request.due
         insort(self._new, request, key=_screening_key)
-        self.tokens += request.known
+        self.tokens += request.num_tokens
 
     def remove(self, request: Request) -> bool:
         """Removes a request that is not screened yet. Returns False if it was screened already."""
@@ -57,7 +57,7 @@ class UnscreenedRequests:
         if index == len(self._new) or self._new[index] is not request:
             return False
         del self._new[index]
-        self.tokens -= request.known
+        self.tokens -= request.num_tokens
         return True
 
     def screen(self, load: StepLoad) -> Iterator[Request]:
@@ -80,10 +80,10 @@ class UnscreenedRequests:
                 max(visits, 0) + FORECAST_GROUPS,
             )
             for request in screened.accepted:
-                self.tokens -= request.known
+                self.tokens -= request.num_tokens
                 self.queue.add(request)
             for request in screened.refused:
-                self.tokens -= request.known
+                self.tokens -= request.num_tokens
                 yield request
             self._new[:0] = screened.undecided
         yield from self._remove_hopeless(load)
@@ -137,7 +137,7 @@ class UnscreenedRequests:
         """The part of its prompt that is neither planned nor cached."""
         is_running = request.state is State.RUNNING
         done = int(self.running.slots.planned[request.slot]) if is_running else request.expected_hits
-        return PendingPrefill(request, done, request.known - done)
+        return PendingPrefill(request, done, request.num_tokens - done)
 
 
 def _of_one_class(requests: list[Request]) -> list[Request]:

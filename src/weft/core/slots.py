@@ -18,14 +18,16 @@ class Slots:
     """Arrays with one row (slot) per request that a plan may contain. vLLM calls the row's number the request index.
 
     When a request gives up its seat, its slot stays reserved while a step in flight uses it. A new request must not
-    wait for that, so there are twice as many slots as seats. Invariant of a row: computed <= planned <= known <= limit.
+    wait for that, so there are twice as many slots as seats.
+
+    Invariant of a row: computed <= planned <= num_tokens <= limit.
     """
 
     def __init__(self, seats: int) -> None:
         size = self.size_for(seats)
         self.size = size
         self.prompt = np.zeros(size, np.int64)  # tokens of the prompt
-        self.known = np.zeros(size, np.int64)  # tokens that exist, including a planned sample
+        self.num_tokens = np.zeros(size, np.int64)  # prompt and output, including a planned sample
         self.planned = np.zeros(size, np.int64)  # tokens that are computed, cached or in a plan
         self.computed = np.zeros(size, np.int64)  # tokens up to the end of the last committed step
         self.limit = np.zeros(size, np.int64)  # most tokens: prompt plus max_tokens
@@ -51,7 +53,7 @@ class Slots:
         request.slot = slot
         self.occupant[slot] = request
         self.prompt[slot] = request.prompt_tokens
-        self.known[slot] = request.known
+        self.num_tokens[slot] = request.num_tokens
         self.limit[slot] = request.limit
         self.promised_max_step[slot] = request.promised_max_step
         self.default_max_step[slot] = request.default_max_step

@@ -105,7 +105,7 @@ class Engine:
 
     def standing(self, wishes: Wishes, prompt_tokens: int, constrained: bool = False) -> Standing:
         """Returns the class and the targets that a request gets. Raises a RequestError on invalid wishes."""
-        priority, tenant, precedence, batch, gap_ms, ttft_ms, user = wishes
+        priority, tenant, precedence, flex, gap_ms, ttft_ms, user = wishes
         for name, number in (("priority", priority), ("precedence", precedence)):
             if isinstance(number, bool) or not isinstance(number, int):
                 raise RequestError(f"{name}={number!r} must be a whole number; lower goes first")
@@ -117,16 +117,16 @@ class Engine:
                 check_milliseconds(name, value)
             except OptionError as error:
                 raise RequestError(str(error)) from None
-            if batch or self.promises is None:
-                why = "a batch request" if batch else "an engine that was started without targets"
+            if flex or self.promises is None:
+                why = "a batch request" if flex else "an engine that was started without targets"
                 raise RequestError(f"{name}={value:g}: {why} promises nothing; leave the target out")
-        if batch or self.promises is None:
-            return Standing(priority, tenant, precedence, batch, user=user)
+        if flex or self.promises is None:
+            return Standing(priority, tenant, precedence, flex, user=user)
         own_ttft = None if ttft_ms is None else ttft_ms / 1000
         own_gap = None if gap_ms is None else gap_ms / 1000
         promise = self.promises.targets.promise(prompt_tokens, own_ttft, own_gap, constrained)
         ttft, ttft_source, gap, gap_source, wish = promise
-        return Standing(priority, tenant, precedence, batch, ttft, gap, ttft_source, gap_source, wish, user)
+        return Standing(priority, tenant, precedence, flex, ttft, gap, ttft_source, gap_source, wish, user)
 
     def _grammars(self, params: SamplingParams) -> Sequence[RequestGrammar | None]:
         """One grammar (or None) for each of the n completions."""

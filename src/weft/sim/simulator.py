@@ -53,9 +53,9 @@ class Truth:
             if self.residuals is None:
                 return self.expected(shape, 0.0) * factor
             heat.rest(idle)
-            taken = self.expected(shape, heat.share) * factor
-            heat.run(shape, taken)
-            return taken
+            duration = self.expected(shape, heat.share) * factor
+            heat.run(shape, duration)
+            return duration
 
         return seconds
 
@@ -72,7 +72,7 @@ class Played:
     ttft: NDArray[np.float64]  # infinite: no first token
     finished: NDArray[np.float64]  # infinite: never finished
     refused: NDArray[np.bool_]
-    promised: NDArray[np.bool_]  # False: no TTFT target (batch, or even an idle machine would have missed it)
+    promised: NDArray[np.bool_]  # False: no TTFT target (flex class, or even an idle machine would have missed it)
     gap_owner: NDArray[np.int64]  # number of the gap's request
     gaps: NDArray[np.float64]
     steps: int
@@ -112,7 +112,7 @@ def play(
 class TraceTable:
     """The requests of a trace, for a loop in virtual time (a `RequestTable`). Records when tokens reach their clients.
 
-    It keeps numbers in arrays instead of streams with token values: a day of traffic has millions of tokens.
+    It keeps numbers in arrays and no token ids, because a day of traffic has millions of tokens.
     """
 
     def __init__(
@@ -124,26 +124,26 @@ class TraceTable:
         self.deliveries: deque[tuple[float, float]] = deque(maxlen=4)  # (begin, end) of the last steps' deliveries
         self.arrived = 0
         count = len(trace.arrivals)
-        self.number: dict[Request, int] = {}
+        self.index_of: dict[Request, int] = {}
         self.requests: list[Request] = []
         self.ttft = np.full(count, np.inf)
         self.finished = np.full(count, np.inf)
         self.refused = np.zeros(count, np.bool_)
-        self.owner = np.zeros(scheduler.slots.size, np.int64)  # by slot: the request's number
+        self.request_of_slot = np.zeros(scheduler.slots.size, np.int64)  # by slot: the request's number
         self.last_token = np.zeros(count)
         self.stops = any(arrival.max_tokens for arrival in trace.arrivals)  # some requests end before max_tokens
-        # Remaining output tokens of each request.
+        # Output tokens that each request has still to generate.
         self.remaining = np.array([min(a.output_tokens, a.max_tokens or a.output_tokens) for a in trace.arrivals])
         self.gap_owners: list[NDArray[np.int64]] = []
         self.gaps: list[NDArray[np.float64]] = []
         self.steps = self.prefill_tokens = self.cached_tokens = self.preemptions = 0
 
     def add_arrivals(self) -> None:
-        """Queues the requests that the engine knows by now."""
+        """Queues the requests that the engine has received by now."""
         arrivals = self.trace.arrivals
         while self.arrived < len(arrivals) and self.next_known_at <= self.clock.now:
             request = _request(self.arrived, arrivals[self.arrived], self.targets, self.scheduler.block_size)
-            self.number[request] = self.arrived
+            self.index_of[request] = self.arrived
             self.requests.append(request)
             self.scheduler.add(request)
             self.arrived += 1
@@ -151,7 +151,7 @@ class TraceTable:
 
     @property
     def next_known_at(self) -> float:
-        """When the engine receives the next request. The API process that reads it delivers tokens before."""
+        """When the engine receives the next request. The API process delivers tokens of earlier steps before it reads it."""
         sent = self.trace.arrivals[self.arrived].time
         known = sent + self.host.request
         for begun, ended in self.deliveries:
@@ -161,12 +161,12 @@ class TraceTable:
 
     def inputs(self, batch: StepBatch, new_requests: list[Request]) -> StepInputs:
         for request in new_requests:
-            self.owner[request.slot] = self.number[request]
+            self.request_of_slot[request.slot] = self.index_of[request]
         return NO_INPUTS
 
     def refuse(self, requests: list[Request]) -> list[Never]:
         for request in requests:
-            self.refused[self.number[request]] = True
+            self.refused[self.index_of[request]] = True
         return []
 
     def take(self, plan: Plan, result: StepResult, outcome: Outcome) -> list[Never]:
@@ -184,7 +184,7 @@ class TraceTable:
         self.cached_tokens += record.cached_tokens
         self.preemptions += record.preemptions
 
-    # A trace has no token values, so nothing is hashed, masked or forgotten.
+    # A trace has no token ids, so nothing is hashed, masked or forgotten.
 
     def hash_filled(self, batch: StepBatch) -> list[Request]:
         return []
@@ -210,15 +210,15 @@ class TraceTable:
     def close(self) -> None:
         pass
 
-    def _ended(self, batch: StepBatch, last: NDArray[np.bool_]) -> NDArray[np.int64]:
+    def _ended(self, batch: StepBatch, may_be_last: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Numbers of the requests that finish in this step."""
-        owners = self.owner[batch.slots[batch.is_sampled if self.stops else last]]
+        owners = self.request_of_slot[batch.slots[batch.is_sampled if self.stops else may_be_last]]
         ended: NDArray[np.int64] = owners[self.remaining[owners] == 1] if self.stops else owners
         return ended
 
     def _note_tokens(self, batch: StepBatch) -> None:
         """Records token times. Tokens reach their clients one by one, after the tokens of the previous step."""
-        owners = self.owner[batch.slots[batch.is_sampled]]
+        owners = self.request_of_slot[batch.slots[batch.is_sampled]]
         if self.stops:  # drop tokens of requests that finished while this step was in flight
             owners = owners[self.remaining[owners] > 0]
             self.remaining[owners] -= 1
@@ -226,13 +226,13 @@ class TraceTable:
         times = begun + self.host.token * np.arange(1, len(owners) + 1)
         self.api_free = begun + self.host.delivery(len(owners))
         self.deliveries.append((begun, self.api_free))
-        fresh = np.isinf(self.ttft[owners])
-        for place in np.flatnonzero(fresh).tolist():
-            number = owners[place]
-            self.ttft[number] = times[place] - self.requests[number].arrival
-        going, came = (owners[~fresh], times[~fresh]) if fresh.any() else (owners, times)
-        self.gap_owners.append(going)
-        self.gaps.append(came - self.last_token[going])
+        is_first = np.isinf(self.ttft[owners])
+        for index in np.flatnonzero(is_first).tolist():
+            number = owners[index]
+            self.ttft[number] = times[index] - self.requests[number].arrival
+        later, later_times = (owners[~is_first], times[~is_first]) if is_first.any() else (owners, times)
+        self.gap_owners.append(later)
+        self.gaps.append(later_times - self.last_token[later])
         self.last_token[owners] = times
 
     def result(self) -> Played:

@@ -138,11 +138,11 @@ def _spread(arrivals: list[Arrival]) -> list[Arrival]:
     moments: dict[float, int] = {}
     for arrival in arrivals:
         moments[arrival.time] = moments.get(arrival.time, 0) + 1
-    placed: dict[float, int] = {}
+    spread_so_far: dict[float, int] = {}
     spread = []
     for arrival in arrivals:
-        index = placed.get(arrival.time, 0)
-        placed[arrival.time] = index + 1
+        index = spread_so_far.get(arrival.time, 0)
+        spread_so_far[arrival.time] = index + 1
         offset = MOONCAKE_BIN * index / moments[arrival.time]
         spread.append(replace(arrival, time=arrival.time + offset))
     return spread

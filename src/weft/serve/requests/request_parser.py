@@ -317,14 +317,14 @@ def _text_of(message: Json) -> str:
 
 
 def _wishes(body: SamplingBody, context: RequestContext, info: EngineInfo) -> Wishes:
-    batch = body.service_tier == "flex"
+    flex = body.service_tier == "flex"
     ttft_ms, gap_ms = context.targets
-    if batch and (ttft_ms or gap_ms):
+    if flex and (ttft_ms or gap_ms):
         raise RequestError("service_tier=flex is promised nothing: leave the x-slo headers out")
     if not info.has_targets:
         ttft_ms = gap_ms = None  # response headers tell the client so (NOT_PROMISED)
     # `priority` and `user` only order requests of the same API key. Fairness decides between API keys.
-    return Wishes(0, context.tenant, body.priority or 0, batch, gap_ms, ttft_ms, body.user or "")
+    return Wishes(0, context.tenant, body.priority or 0, flex, gap_ms, ttft_ms, body.user or "")
 
 
 def _seconds(milliseconds: float | None) -> float | None:
