@@ -146,5 +146,5 @@ def _abort(loop: Loop, stream: Stream, seen: Counter[str]) -> None:
     if stream.request.state is State.RUNNING:
         slots = loop.scheduler.slots
         seen["mid-prefill aborts"] += bool(0 < slots.planned[slot] < stream.request.prompt_tokens)
-        seen["aborts with a step in flight"] += bool(slots.in_flight[slot])
+        seen["aborts with a step in flight"] += bool(slots.num_in_flight[slot])
     loop.abort(stream)

@@ -38,7 +38,7 @@ class Counted:
         before = self.asked
         plan = self.scheduler.plan(self.now)
         if plan.batch is not None:
-            step = self.scheduler.in_flight[-1]
+            step = self.scheduler.steps_in_flight[-1]
             started, self.now = self.now, self.now + (step.predicted or 0.0)
             done = [(step.requests[row], "length") for row in np.flatnonzero(plan.may_be_last).tolist()]
             self.scheduler.commit(plan.batch, Outcome(finished=done), started, self.now)
@@ -89,7 +89,7 @@ def test_streams_decode_in_every_step_while_a_burst_is_screened() -> None:
         plan = drive.scheduler.plan(drive.now)
         assert plan.batch is not None
         assert plan.batch.num_decodes >= 16
-        started, drive.now = drive.now, drive.now + (drive.scheduler.in_flight[-1].predicted or 0.0)
+        started, drive.now = drive.now, drive.now + (drive.scheduler.steps_in_flight[-1].predicted or 0.0)
         assert drive.now - started <= 0.025
         drive.scheduler.commit(plan.batch, Outcome(), started, drive.now)
 

@@ -109,7 +109,7 @@ def calls_of_a_plan(queued: int, tenants: int, flex: bool) -> int:
         nonlocal now
         plan = scheduler.plan(now)
         if plan.batch is not None:
-            started, now = now, now + (scheduler.in_flight[-1].predicted or 0.0)
+            started, now = now, now + (scheduler.steps_in_flight[-1].predicted or 0.0)
             scheduler.commit(plan.batch, Outcome(), started, now)
 
     for number in range(queued):

@@ -18,7 +18,7 @@ def run(loop: Loop, *, steps: int = 10_000) -> list[str]:
     def watched(now: float) -> Plan:
         plan = plan_of(now)
         if plan.batch is not None:
-            lines.append(line_of(loop.scheduler.in_flight[-1]))
+            lines.append(line_of(loop.scheduler.steps_in_flight[-1]))
         return plan
 
     loop.scheduler.plan = watched  # type: ignore[method-assign]

@@ -281,7 +281,7 @@ def watch(loop: Loop) -> list[str]:
     def watched(now: float) -> Any:
         plan = plan_of(now)
         if plan.batch is not None:
-            lines.append(line_of(loop.scheduler.in_flight[-1]))
+            lines.append(line_of(loop.scheduler.steps_in_flight[-1]))
         return plan
 
     loop.scheduler.plan = watched  # type: ignore[method-assign]

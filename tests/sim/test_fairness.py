@@ -32,10 +32,10 @@ class Watched(Scheduler):
         decoding = set() if batch is None else set(batch.slots[: batch.num_decodes].tolist())
         assert decoding == set(ready[slots.decoding[ready]].tolist()), "a ready decode was left out"
         if batch is None:
-            uncommitted = any(self.slots.in_flight)
+            uncommitted = any(self.slots.num_in_flight)
             assert uncommitted or not (self.queue or self.running), "the device idles while work waits"
         else:
-            self.steps.append(self.in_flight[-1])
+            self.steps.append(self.steps_in_flight[-1])
             assert batch.num_decodes or batch.shape.slices
         return plan
 

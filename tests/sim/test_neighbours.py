@@ -89,7 +89,7 @@ def test_a_step_that_was_quicker_than_predicted_delays_nobody() -> None:
     scheduler.add(Request("a", 12_000, 1, ttft_target=9.0))
     plan = scheduler.plan(0.0)
     assert plan.batch is not None
-    assert (scheduler.in_flight[-1].predicted or 0.0) > 0.2
+    assert (scheduler.steps_in_flight[-1].predicted or 0.0) > 0.2
     scheduler.commit(plan.batch, Outcome(), 0.0, 0.05)
     newcomer = Request("b", 10, 1, arrival=0.05, ttft_target=0.2)
     scheduler.add(newcomer)

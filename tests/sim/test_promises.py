@@ -62,7 +62,7 @@ class Watched(Scheduler):
     def plan(self, now: float) -> Plan:
         plan = super().plan(now)
         if plan.batch is not None:
-            self.steps.append(self.in_flight[-1])
+            self.steps.append(self.steps_in_flight[-1])
         return plan
 
 

@@ -168,7 +168,7 @@ class DeadlineAdmission:
         return True
 
     def fits_decode_step(self, after: StepShape, promised_max_step: float) -> bool:
-        return self.cost.tail(after) <= promised_max_step
+        return self.cost.p99_seconds(after) <= promised_max_step
 
     def has_slack(
         self, after: StepShape, alone: StepShape, promised_max_step: float, default_max_step: float, is_start: bool
@@ -176,7 +176,7 @@ class DeadlineAdmission:
         if min(promised_max_step, default_max_step) == math.inf:
             return True
         seconds = self.cost.predict(after) / (FLEX_START_SHARE if is_start else 1.0)
-        late = seconds * self.cost.decode.tail
+        late = seconds * self.cost.decode.p99_factor
         if late > FLEX_SHARE * promised_max_step:
             return False
         # A default target that is missed even without flex requests must not keep them out for ever.

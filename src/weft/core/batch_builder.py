@@ -65,7 +65,7 @@ class BatchBuilder:
         slots.num_tokens[rows] += is_sampled
         if slots.constrained.any():  # until the loop has the token and the next mask
             slots.awaits_mask[rows] |= is_sampled & slots.constrained[rows]
-        slots.in_flight[rows] += 1
+        slots.num_in_flight[rows] += 1
         for row, one in enumerate(prefills, start=num_decodes):
             if is_sampled[row]:
                 slots.decoding[one.request.slot] = True

@@ -83,7 +83,7 @@ class Budget(Protocol):
 class BudgetPolicy(Protocol):
     """Makes the budget of each step, and predicts the prefill pace with such budgets."""
 
-    prefills_first: bool  # whether a step has either prefills or decodes, prefills first
+    prefills_first: bool  # whether a step has decodes only if it has no prefills
     shortens_steps: bool  # whether a step is shortened for a first token that is due
 
     def budget(self, load: StepLoad) -> Budget: ...
@@ -96,7 +96,7 @@ class BudgetPolicy(Protocol):
         """Share of the device's time that these decodes leave for prefill. 0 if they fill the step."""
         ...
 
-    def squeezed_pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+    def small_slice_pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
         """The same share if each step has only a slice of LEAST_SLICE_TOKENS. 0 if even that step is too long."""
         ...
 
@@ -125,7 +125,7 @@ class FixedBudgetPolicy:
     def pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
         return self._work(cost, decode_load.num_decodes, reach) / self.step(cost, decode_load, reach)
 
-    def squeezed_pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+    def small_slice_pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
         return 0.0
 
     def starves(self, load: StepLoad) -> bool:
@@ -219,7 +219,7 @@ class LatencyBudgetPolicy:
         step, decodes = self.step(cost, decode_load, reach), decode_load.num_decodes
         return cost.pace(decodes, decode_load.context, reach, self.tokens - decodes, step)
 
-    def squeezed_pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+    def small_slice_pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
         shape = StepShape(decode_load.num_decodes, decodes=decode_load.num_decodes, context=decode_load.context)
         pace, seconds = cost.small_slice_pace(shape, max(0, int(reach) - LEAST_SLICE_TOKENS), LEAST_SLICE_TOKENS)
         if seconds * cost.bias > min(decode_load.promised_max_step, self.step(cost, decode_load, reach) * cost.margin):
@@ -298,18 +298,18 @@ class TimeBudget:
             return 0
         fitting = self.cost.best_slice(self.shape, first, most, self.seconds)
         least = min(most, LEAST_SLICE_TOKENS)
-        if fitting < least and not self.shape.slices and self._may_squeeze(first, least):
+        if fitting < least and not self.shape.slices and self._may_exceed(first, least):
             return least
         return fitting
 
-    def _may_squeeze(self, first: int, count: int) -> bool:
+    def _may_exceed(self, first: int, count: int) -> bool:
         """Whether the smallest slice may run although it does not fit, so that prefills always progress.
 
         If no decode has a gap target, it always may, however slow the machine is. Otherwise the step must be short
         enough without the margin for noise.
         """
-        squeezed = self.cost.with_slice(self.shape, first, count)
-        return self.has_no_target or self.cost.predict(squeezed) * self.cost.bias <= self.max_step
+        least = self.cost.with_slice(self.shape, first, count)
+        return self.has_no_target or self.cost.predict(least) * self.cost.bias <= self.max_step
 
     def spend(self, first: int, count: int) -> None:
         self.shape = self.cost.with_slice(self.shape, first, count)

@@ -62,9 +62,9 @@ class CostModel:
         """Seconds of a step."""
         return self.coefficients.predict(shape)
 
-    def tail(self, shape: StepShape) -> float:
+    def p99_seconds(self, shape: StepShape) -> float:
         """Seconds that only one decode step in a hundred exceeds. A promise allows that."""
-        return self.coefficients.predict(shape) * self.decode.tail
+        return self.coefficients.predict(shape) * self.decode.p99_factor
 
     def with_slice(self, shape: StepShape, first: int, count: int) -> StepShape:
         """The shape with one more prefill slice."""

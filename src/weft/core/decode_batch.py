@@ -131,5 +131,8 @@ class DecodeBatch:
         steps_per_token = np.where(slots.constrained[decodes], CONSTRAINED_STEPS, 1)
         promised_gap = slots.promised_max_step[decodes] * steps_per_token  # seconds
         return turnover.lengths.end_forecast(
-            num_tokens - slots.prompt[decodes], slots.limit[decodes] - num_tokens, promised_gap, slots.planned[decodes]
+            num_tokens - slots.prompt_tokens[decodes],
+            slots.limit[decodes] - num_tokens,
+            promised_gap,
+            slots.planned[decodes],
         )

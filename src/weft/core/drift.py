@@ -16,8 +16,8 @@ class Drift:
     PRIOR_STEPS = 16  # weight of the initial spread, in steps
     PRIOR_MEAN_STEPS = 4  # weight of the initial centre, in steps; small, so that a bias is not mistaken for spread
     WITHIN = 0.6827  # share of normal errors within one standard deviation
-    SPREADS = 3.5  # spreads above the centre: apart from hiccups, only a few steps in ten thousand take longer
-    TAIL = 2.33  # spreads above the centre: one step in a hundred takes longer, which a promise allows
+    MARGIN_SPREADS = 3.5  # spreads above the centre: apart from hiccups, only a few steps in ten thousand take longer
+    P99_SPREADS = 2.33  # spreads above the centre: one step in a hundred takes longer, which a promise allows
     SMALLEST_SPREAD = 1e-4  # smallest spread; the spread grows by factors, so it must not become 0
     LASTING_STEPS = 4096  # steps over which the lasting centre and spread are averaged
     IDLE_DECAY_S = 2.0  # idle seconds after which a third of the distance to the lasting error remains
@@ -39,12 +39,12 @@ class Drift:
     @property
     def margin(self) -> float:
         """Factor on a prediction such that almost no step takes longer."""
-        return math.exp(self.mean + self.SPREADS * self.spread)
+        return math.exp(self.mean + self.MARGIN_SPREADS * self.spread)
 
     @property
-    def tail(self) -> float:
+    def p99_factor(self) -> float:
         """Factor on a prediction such that one step in a hundred takes longer."""
-        return math.exp(self.mean + self.TAIL * self.spread)
+        return math.exp(self.mean + self.P99_SPREADS * self.spread)
 
     def observe(self, error: float) -> None:
         """Learns from the log(measured / predicted) of one step."""

@@ -37,11 +37,11 @@ class HostCost:
         if self.visit <= 0:
             raise ValueError("host cost visit must be above 0: it bounds how much is screened in one plan")
 
-    def before(self, rows: int, has_prefill: bool) -> float:
+    def submit_seconds(self, rows: int, has_prefill: bool) -> float:
         """Seconds from when the host is free until a step is submitted."""
         return self.step + self.row * rows + (self.prefill if has_prefill else 0.0)
 
-    def delivery(self, rows: int) -> float:
+    def delivery_seconds(self, rows: int) -> float:
         """Seconds from the commit until the last token of a step is sent."""
         return self.token * rows
 

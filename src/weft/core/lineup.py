@@ -117,7 +117,7 @@ def _by_service(
         return next(iter(lines.values()))
     # A request waits for earlier requests of its line. So it takes their level and start if its own are smaller.
     level = [np.maximum.accumulate(one) for one in levels_of]
-    start = np.unique(rows.start[np.concatenate(list(lines.values()))], return_inverse=True)[1]
+    start = np.unique(rows.start_key[np.concatenate(list(lines.values()))], return_inverse=True)[1]
     line_number = np.repeat(np.arange(len(lines)), [len(one) for one in level])
     for number, (single, highest) in enumerate(zip(levels_of, level, strict=True)):
         run = len(start) * np.concatenate([[0], np.cumsum(np.diff(highest) > 0)])  # one offset per level

@@ -44,7 +44,7 @@ class Policy:
         if self.cost is not None:
             self.cost.note_idle(seconds)
 
-    def work(self, tokens: int) -> float:
+    def recompute_cost(self, tokens: int) -> float:
         """Cost to compute `tokens` tokens from the start: seconds, or tokens without a cost model."""
         return tokens if self.cost is None else self.cost.prefill_seconds(0, tokens)
 

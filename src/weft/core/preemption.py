@@ -24,9 +24,9 @@ class Preemption:
     tenants: Tenants
     builder: BatchBuilder
 
-    def may_help(self, request: Request) -> bool:
+    def has_possible_victims(self, request: Request) -> bool:
         """Whether any running request could be preempted for this one, because of its class or its tenant's share."""
-        return self.tenants.several or self.running.has_lower_class(request)
+        return self.tenants.has_several or self.running.has_lower_class(request)
 
     def has_room(self, request: Request, gone: Collection[Request] = ()) -> bool:
         """Whether there is a seat, and memory for the whole prompt, if the requests in `gone` do not run."""
@@ -40,11 +40,11 @@ class Preemption:
         decode step, victims are flex requests only.
         """
         has_room, fits_step = self.has_room(request), self.decodes.fits_decode_step(request, load)
-        if (has_room and fits_step) or not self.may_help(request):
+        if (has_room and fits_step) or not self.has_possible_victims(request):
             return []
         chosen: list[Request] = []
         freed: dict[Account, tuple[int, int]] = {}  # seats and blocks that the chosen victims free
-        for other in sorted(self.running.requests - self.builder.scheduled_prefills, key=self.cost_of):
+        for other in sorted(self.running.requests - self.builder.scheduled_prefills, key=self.victim_key):
             if (has_room and fits_step) or (has_room and not other.flex):
                 break
             seats, blocks = freed.get(other.account, (0, 0))
@@ -59,11 +59,11 @@ class Preemption:
         """The cheapest request to preempt so that `claimant`, which runs, gets a block; None if there is none."""
         others = self.running.requests - self.builder.scheduled_prefills
         victims = [other for other in others if self._gives_way(other, claimant) or self._is_junior(other, claimant)]
-        return min(victims, key=self.cost_of, default=None)
+        return min(victims, key=self.victim_key, default=None)
 
-    def cost_of(self, request: Request) -> tuple[bool, int, bool, float, float, str]:
+    def victim_key(self, request: Request) -> tuple[bool, int, bool, float, float, str]:
         """Sort key of victims, cheapest first: lowest class, no promise, least work lost, latest arrival."""
-        work = self.policy.work(int(self.running.slots.computed[request.slot]))
+        work = self.policy.recompute_cost(int(self.running.slots.computed[request.slot]))
         return not request.flex, -request.priority, request.has_promise, work, -request.arrival, request.id
 
     def _gives_way(self, request: Request, claimant: Request, seats: int = 0, blocks: int = 0) -> bool:

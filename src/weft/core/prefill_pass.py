@@ -103,9 +103,8 @@ class PrefillPass:
         self._reuse_cached_blocks(request)
         first, num_tokens = int(slots.planned[slot]), int(slots.num_tokens[slot])
         count = budget.room(first, num_tokens - first)
-        if count < 1 or not self.lifecycle.allocate_blocks(
-            request, self.kv.blocks_for(first + count) - len(request.blocks)
-        ):
+        new_blocks = self.kv.blocks_for(first + count) - len(request.blocks)
+        if count < 1 or not self.lifecycle.allocate_blocks(request, new_blocks):
             return 0
         budget.spend(first, count)
         self.builder.add(request, first, count)

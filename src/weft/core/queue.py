@@ -17,8 +17,8 @@ from weft.core.tenants import MOST_LEAD, Account
 from weft.errors import QueueFullError
 
 USER_DELAY_S = 1.0  # seconds that a prompt is put back for each earlier prompt of the same user that waits
-# Requests without a promise are ordered as if they were due this many seconds after arrival. A tenant that got no slice
-# for this many seconds goes first.
+# Seconds that a request without a promised first token is put back in the order. A tenant that got no slice for so many
+# seconds goes first.
 QUEUE_PATIENCE_S = 10.0
 
 
@@ -64,7 +64,7 @@ class BySlack:
             start = request.due - self.cost.prefill_seconds(0, request.num_tokens)
             if request.ttft_source is Source.DEFAULT:  # promised requests go first
                 start += QUEUE_PATIENCE_S
-        start += USER_DELAY_S * request.ahead
+        start += USER_DELAY_S * request.user_prompts_ahead
         return (request.flex, request.priority, request.precedence, start, request.arrival, request.id)
 
 

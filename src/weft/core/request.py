@@ -48,9 +48,9 @@ class Request:
     slot: int = -1  # -1: none. The slot outlives the seat while a step in flight uses it.
     num_tokens: int = 0  # prompt and output: tokens to compute when it starts (output only after a preemption)
     awaits_mask: bool = False  # the mask of its next token is not ready; it cannot start before `Scheduler.release`
-    number: int = 0  # order of arrival, from 1
+    arrival_index: int = 0  # order of arrival, from 1
     due_at_arrival: float = math.inf  # `due` at arrival, before any target is dropped; orders screening
-    ahead: int = 0  # number of prompts of the same user that waited when it arrived
+    user_prompts_ahead: int = 0  # number of prompts of the same user that waited when it arrived
     order_key: OrderKey = ()  # class (two numbers), precedence, then the policy's order; see `Order.key`
     tenant_account: Account | None = None  # set by `Scheduler.add`; read it as `account`
     # The tenant's service when the request first started, before its prompt was charged; None: not started yet.

@@ -65,9 +65,9 @@ class RunningRequests:
         A slot that is freed while a plan is made is reused only by a later plan.
         """
         if self.retiring:
-            staying = [request for request in self.retiring if self.slots.in_flight[request.slot]]
+            staying = [request for request in self.retiring if self.slots.num_in_flight[request.slot]]
             for request in self.retiring:
-                if not self.slots.in_flight[request.slot]:
+                if not self.slots.num_in_flight[request.slot]:
                     self.slots.free(request)
             self.retiring = staying
 

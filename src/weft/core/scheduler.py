@@ -89,7 +89,7 @@ class Scheduler:
         self._prefills = PrefillPass(
             policy, self.queue, running, kv, decodes, preemption, self._lifecycle, self.tenants, builder
         )
-        self.in_flight: deque[PlannedStep] = deque()  # batches that are not committed yet
+        self.steps_in_flight: deque[PlannedStep] = deque()  # batches that are not committed yet
         self._last_predicted = 0.0  # seconds that the last plan is predicted to take
         self._device_free = -math.inf  # when the last plan is predicted to end
         self._is_idle = True  # no step is in flight
@@ -140,7 +140,7 @@ class Scheduler:
         self._limits.check(request, self.num_waiting - self.num_free_seats, self.queued_tokens)
         name = request.tenant if self.policy.order.fair else ""
         request.tenant_account = self.tenants.enter(name, request.flex, self._levels(), request.arrival)
-        request.ahead = request.account.count_prompt(request.flex, request.user, request.sibling)
+        request.user_prompts_ahead = request.account.count_prompt(request.flex, request.user, request.sibling)
         request.order_key = self.policy.order.key(request)
         self.unscreened.add(request)
 
@@ -181,7 +181,7 @@ class Scheduler:
             return Plan(None, NO_ROWS, [], refused)
         new_requests = self._builder.new_requests
         step = self._build_step(decodes, prefill_limit, load)
-        self.in_flight.append(step)
+        self.steps_in_flight.append(step)
         self._last_predicted = step.predicted or 0.0
         self._device_free = load.start + self._last_predicted
         self._is_idle = False
@@ -189,10 +189,10 @@ class Scheduler:
 
     def commit(self, batch: StepBatch, outcome: Outcome, started: float, finished: float) -> StepRecord:
         """Applies the outcome of the oldest batch in flight: progress, finished requests, blocks that became full."""
-        assert self.in_flight[0].batch.number == batch.number, "batches are committed in order"
-        step = self.in_flight.popleft()
+        assert self.steps_in_flight[0].batch.number == batch.number, "batches are committed in order"
+        step = self.steps_in_flight.popleft()
         batch, slots = step.batch, self.slots
-        slots.in_flight[batch.slots] -= 1
+        slots.num_in_flight[batch.slots] -= 1
         if outcome.accepted is None:
             slots.computed[batch.slots] = batch.first + batch.count
             sampled = batch.is_sampled
@@ -201,7 +201,7 @@ class Scheduler:
             sampled = batch.is_sampled & (outcome.accepted > 0)
         for row in range(batch.num_decodes, len(step.requests)):
             step.requests[row].note_times(started, finished, is_sampled=bool(batch.is_sampled[row]))
-        if self.tenants.several:
+        if self.tenants.has_several:
             for row in np.flatnonzero(sampled).tolist():
                 step.requests[row].account.charge(OUTPUT_WEIGHT)
         for request in outcome.filled:
@@ -212,7 +212,7 @@ class Scheduler:
         self._turnover.note_step(finished - started, batch.num_decodes, self.kv.free_share)
         self.running.retire_slots()
         self.policy.observe(batch.shape, step.predicted, finished - started)
-        self._is_idle = not self.in_flight
+        self._is_idle = not self.steps_in_flight
         self._device_free = finished if self._is_idle else finished + self._last_predicted  # the next step begins now
         return step.record(
             started,
@@ -246,7 +246,7 @@ class Scheduler:
         victims = self._decodes.flex_requests()
         if not victims:
             return load
-        for victim in sorted(victims, key=self._preemption.cost_of):
+        for victim in sorted(victims, key=self._preemption.victim_key):
             if self._decodes.has_slack(load):
                 break
             self._lifecycle.preempt(victim)
@@ -301,12 +301,12 @@ class Scheduler:
             request = self.running.at(int(batch.slots[row]))
             if request.state is State.WAITING:  # preempted while this step was in flight
                 self._lifecycle.drop_last_tokens(request, int(missing[row]))
-        if self.in_flight:
-            later = self.in_flight[0]
+        if self.steps_in_flight:
+            later = self.steps_in_flight[0]
             by_slot = np.zeros(slots.size, np.int64)
             by_slot[batch.slots] = missing
             moved = replace(later.batch, first=later.batch.first - by_slot[later.batch.slots])
-            self.in_flight[0] = replace(later, batch=moved)
+            self.steps_in_flight[0] = replace(later, batch=moved)
 
     def _levels(self) -> Iterator[float]:
         """Service that each tenant with prompts to compute has received."""

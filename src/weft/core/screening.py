@@ -37,7 +37,7 @@ class UnscreenedRequests:
     preemption: Preemption
     tokens: int = 0  # tokens to prefill of all new requests
     _new: list[Request] = field(default_factory=list)  # in screening order
-    _added: int = 0  # number of requests added so far
+    _num_added: int = 0  # number of requests added so far
 
     def __len__(self) -> int:
         return len(self._new)
@@ -46,8 +46,8 @@ class UnscreenedRequests:
         return iter(self._new)
 
     def add(self, request: Request) -> None:
-        self._added += 1
-        request.number, request.due_at_arrival = self._added, request.due
+        self._num_added += 1
+        request.arrival_index, request.due_at_arrival = self._num_added, request.due
         insort(self._new, request, key=_screening_key)
         self.tokens += request.num_tokens
 
@@ -124,7 +124,7 @@ class UnscreenedRequests:
 
     def _load_for(self, request: Request, load: StepLoad) -> StepLoad:
         """The load for this request. A request that may preempt others does not wait for free memory."""
-        return load._replace(free_tokens=math.inf) if self.preemption.may_help(request) else load
+        return load._replace(free_tokens=math.inf) if self.preemption.has_possible_victims(request) else load
 
     def _lineup(self, now: float, newcomers: Sequence[Request]) -> Lineup:
         """All prompts that are not computed yet, with the newcomers; see `line_up`."""
@@ -148,4 +148,4 @@ def _of_one_class(requests: list[Request]) -> list[Request]:
 
 def _screening_key(request: Request) -> tuple[tuple[bool, int], float, int]:
     """Sort key: class, then due time of the first token at arrival, then order of arrival."""
-    return request.class_key, request.due_at_arrival, request.number
+    return request.class_key, request.due_at_arrival, request.arrival_index

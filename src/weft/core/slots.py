@@ -26,7 +26,7 @@ class Slots:
     def __init__(self, seats: int) -> None:
         size = self.size_for(seats)
         self.size = size
-        self.prompt = np.zeros(size, np.int64)  # tokens of the prompt
+        self.prompt_tokens = np.zeros(size, np.int64)  # tokens of the prompt
         self.num_tokens = np.zeros(size, np.int64)  # prompt and output, including a planned sample
         self.planned = np.zeros(size, np.int64)  # tokens that are computed, cached or in a plan
         self.computed = np.zeros(size, np.int64)  # tokens up to the end of the last committed step
@@ -39,7 +39,7 @@ class Slots:
         self.awaits_mask = np.zeros(size, np.bool_)  # constrained, and the mask of the next token is not ready
         self.capacity = np.zeros(size, np.int64)  # tokens that fit into its blocks
         self.decoding = np.zeros(size, np.bool_)  # has a seat, and its next input is its last sample
-        self.in_flight = np.zeros(size, np.int64)  # uncommitted steps that use the row
+        self.num_in_flight = np.zeros(size, np.int64)  # uncommitted steps that use the row
         self.occupant: list[Request | None] = [None] * size
         self._free = deque(range(size))
 
@@ -52,7 +52,7 @@ class Slots:
         slot = self._free.popleft()
         request.slot = slot
         self.occupant[slot] = request
-        self.prompt[slot] = request.prompt_tokens
+        self.prompt_tokens[slot] = request.prompt_tokens
         self.num_tokens[slot] = request.num_tokens
         self.limit[slot] = request.limit
         self.promised_max_step[slot] = request.promised_max_step

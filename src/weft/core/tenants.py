@@ -69,7 +69,7 @@ class Tenants:
         self._weight = 0.0  # sum over all active tenants
 
     @property
-    def several(self) -> bool:
+    def has_several(self) -> bool:
         return len(self._accounts) > 1
 
     def enter(self, name: str, flex: bool, levels: Iterable[float], now: float = 0.0) -> Account:

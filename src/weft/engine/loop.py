@@ -134,7 +134,7 @@ class StepLoop(Generic[Event]):
         with self._all_or_nothing:
             # While the device computes: these may be many tokens. The scheduler's batch has the true positions, if the
             # step before was not accepted in full.
-            filled = self.table.hash_filled(self.scheduler.in_flight[0].batch)
+            filled = self.table.hash_filled(self.scheduler.steps_in_flight[0].batch)
         try:
             result = pending.result()  # Ctrl-C here loses nothing: the step stays in flight
         except Exception:

@@ -60,7 +60,7 @@ class SimulatedExecutor:
     def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> "SimulatedStep":
         self.calls += 1
         clock = self.clock
-        clock.now += self._host.before(len(batch.slots), batch.shape.slices > 0)
+        clock.now += self._host.submit_seconds(len(batch.slots), batch.shape.slices > 0)
         started = max(clock.now, self._device_free)
         idle = started - self._device_free
         if idle > IDLE_S:

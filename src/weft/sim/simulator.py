@@ -151,7 +151,7 @@ class TraceTable:
 
     @property
     def next_known_at(self) -> float:
-        """When the engine receives the next request. The API process delivers tokens of earlier steps before it reads it."""
+        """When the engine receives the next request. The API process first delivers tokens of earlier steps."""
         sent = self.trace.arrivals[self.arrived].time
         known = sent + self.host.request
         for begun, ended in self.deliveries:
@@ -224,7 +224,7 @@ class TraceTable:
             self.remaining[owners] -= 1
         begun = max(self.clock.now, self.api_free)
         times = begun + self.host.token * np.arange(1, len(owners) + 1)
-        self.api_free = begun + self.host.delivery(len(owners))
+        self.api_free = begun + self.host.delivery_seconds(len(owners))
         self.deliveries.append((begun, self.api_free))
         is_first = np.isinf(self.ttft[owners])
         for index in np.flatnonzero(is_first).tolist():
