@@ -63,7 +63,7 @@ class BatchBuilder:
             count[num_decodes:] = [one.tokens for one in prefills]
             is_sampled = first + count == slots.num_tokens[rows]
         slots.num_tokens[rows] += is_sampled
-        if slots.constrained.any():  # until the loop has the token and the next mask
+        if slots.constrained.any():  # they wait until the loop has the token and the next mask
             slots.awaits_mask[rows] |= is_sampled & slots.constrained[rows]
         slots.num_in_flight[rows] += 1
         for row, one in enumerate(prefills, start=num_decodes):

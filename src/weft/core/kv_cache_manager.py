@@ -73,9 +73,9 @@ class KVCacheManager:
             self.block_pool.retain(block)
         self._append(request, blocks)
         request.num_cached_blocks = len(request.blocks)
-        gained = len(blocks) * self.block_size
-        slots.planned[slot] += gained
-        return gained
+        cached_tokens = len(blocks) * self.block_size
+        slots.planned[slot] += cached_tokens
+        return cached_tokens
 
     def cache_full_blocks(self, request: Request, stop: int) -> None:
         """Inserts the request's full blocks up to `stop` into the prefix cache, as far as their hashes are known."""

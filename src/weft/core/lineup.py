@@ -67,9 +67,7 @@ def line_up(
         waiting = lines[key].requests if key in lines else []
         before = [bisect_left(waiting, requests[index].order_key, key=order_key_of) for index in indices]
         members[key] = np.insert(members.get(key, np.empty(0, np.int64)), before, indices)
-    first = [
-        requests[indices[0]] for indices in by_line.values()
-    ]  # in order of their keys; the others of their lines do not matter
+    first = [requests[indices[0]] for indices in by_line.values()]  # of each line, the request with the smallest key
     order = _served(rows, members, _levels(queue, [*started, *first], now))
     positions = np.flatnonzero(order >= len(requests) - len(newcomers)).tolist()
     return Lineup(requests, order, rows.select(order), positions)

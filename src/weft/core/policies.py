@@ -13,7 +13,7 @@ from weft.core.admission import Admission, AdmitAll, DeadlineAdmission
 from weft.core.budget import BudgetPolicy, FixedBudgetPolicy, LatencyBudgetPolicy, WholePromptPolicy
 from weft.core.cost import CostModel
 from weft.core.host_cost import HostCost
-from weft.core.queue import ByArrival, BySlack, Order
+from weft.core.order import ByArrival, BySlack, Order
 from weft.core.shape import StepShape
 
 

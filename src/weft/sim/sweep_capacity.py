@@ -21,7 +21,7 @@ from typing import NamedTuple
 from weft.sim.score_table import ScoreTable
 from weft.sim.sweep_grid import FINE, Grid, Row, Score, SweepRun, coarse_scale, fine_scales
 
-SHARES = (0.99, 0.9)  # of all requests; the higher first, because its runs also help for the lower
+CAPACITY_SHARES = (0.99, 0.9)  # of all requests; the higher first, because its runs also help for the lower
 STEPS_BELOW = 10  # steps of COARSE below the lowest rate of the grid: to about a quarter of it
 TOKENS_PER_MS = 20  # rough prefill speed of the profile's device: only decides which chunk is tried first
 
@@ -118,7 +118,7 @@ class _Needed(Exception):
 def _search_family(table: ScoreTable, policies: Sequence[str], trace: str, truth: str, gap: int) -> None:
     """Finds the best policy for every share. Raises _Needed at the first score that is missing."""
     rejected: Mapping[str, float] = {}
-    for share in SHARES:
+    for share in CAPACITY_SHARES:
 
         def keeps_share(policy: str, scale: float, share: float = share) -> bool:
             score = table.row(Row(trace, truth, policy, gap)).get(scale)

@@ -8,13 +8,12 @@ from weft.errors import OptionError
 from weft.sim.compare import KEPT_GAPS
 from weft.sim.score_table import ScoreTable
 from weft.sim.sweep import missing_runs
-from weft.sim.sweep_capacity import SHARES as SEARCHED_SHARES
-from weft.sim.sweep_capacity import STEPS_BELOW, Capacity
+from weft.sim.sweep_capacity import CAPACITY_SHARES, STEPS_BELOW, Capacity
 from weft.sim.sweep_file import read_scores, scheduler_hash
 from weft.sim.sweep_findings import Findings, capacity_ratio
 from weft.sim.sweep_grid import BEATEN, COARSE, FALLEN, FINE, OVERLOAD, TRUTHS, Course, Grid, Score
 
-SHARES = tuple(sorted(SEARCHED_SHARES))
+SHARES = tuple(sorted(CAPACITY_SHARES))
 
 # Thresholds of the four claims, and the trace of the third.
 NEAR_BEST, FIXED_FALLS, WIN, HOLDS_UP = 0.99, 0.8, 1.25, 0.9
