@@ -28,7 +28,7 @@ def test_a_request_s_tail_is_evicted_before_its_head_and_worthless_blocks_before
     blocks = pool.allocate(4)
     cache.insert(digests("a", "ab", "abc"), blocks[:3])
     pool.release(blocks, keep=cache.cached_blocks)
-    assert pool.free_blocks() == [3, 2, 1, 0]  # 3 has no name, 2 is the tail of the prefix
+    assert pool.free_blocks() == [3, 2, 1, 0]  # 3 is not cached, 2 is the tail of the prefix
     pool.allocate(2)
     assert cache.match(digests("a", "ab", "abc"), 0, 3) == [0, 1]
 

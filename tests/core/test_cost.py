@@ -222,7 +222,8 @@ def test_delivery_leaves_room_for_so_many_rows_and_no_more() -> None:
     assert host.delivery_jitter(MOVED_ROWS) == host.delivery_jitter(1000) == pytest.approx(1e-5 * MOVED_ROWS)
     cost = CostModel(MODEL, spread=0.0, host=host)
     few, many, more = (
-        LatencyBudgetPolicy(cost, 4096).step(cost, DecodeLoad(rows, 1000.0, 0.05), 0) for rows in (10, MOVED_ROWS, 1000)
+        LatencyBudgetPolicy(cost, 4096).step_seconds(cost, DecodeLoad(rows, 1000.0, 0.05), 0)
+        for rows in (10, MOVED_ROWS, 1000)
     )
     assert few > many == more
 

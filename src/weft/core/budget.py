@@ -88,7 +88,7 @@ class BudgetPolicy(Protocol):
 
     def budget(self, load: StepLoad) -> Budget: ...
 
-    def step(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+    def step_seconds(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
         """Seconds of a full step with these decodes and a slice that reads `reach` tokens of context."""
         ...
 
@@ -117,13 +117,13 @@ class FixedBudgetPolicy:
     def budget(self, load: StepLoad) -> Budget:
         return TokenBudget(self.tokens - load.shape.decodes)
 
-    def step(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+    def step_seconds(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
         work = self._work(cost, decode_load.num_decodes, reach)
         least = cost.least_step(decode_load.num_decodes, decode_load.context, reach)
         return max(least, cost.overhead(decode_load.num_decodes, decode_load.context, reach) + work)
 
     def pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
-        return self._work(cost, decode_load.num_decodes, reach) / self.step(cost, decode_load, reach)
+        return self._work(cost, decode_load.num_decodes, reach) / self.step_seconds(cost, decode_load, reach)
 
     def small_slice_pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
         return 0.0
@@ -159,7 +159,7 @@ class LatencyBudgetPolicy:
         decodes = load.decode_load
         if self._grants_wish(load):
             decodes = decodes._replace(promised_max_step=min(decodes.promised_max_step, load.wished_max_step))
-        seconds = self.step(self.cost, decodes, 0)
+        seconds = self.step_seconds(self.cost, decodes, 0)
         # If a default target is relaxed, the relaxed step time replaces it as the limit.
         max_step = min(decodes.promised_max_step, seconds * self.cost.margin) if decodes.has_target else math.inf
         return TimeBudget(
@@ -194,7 +194,7 @@ class LatencyBudgetPolicy:
         wished = load.decode_load._replace(promised_max_step=load.wished_max_step)
         return self.pace(self.cost, wished, 0) >= WISH_PACE_SHARE * pace
 
-    def step(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+    def step_seconds(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
         if not decode_load.has_target:
             return IDLE_STEP_S
         seconds = self._planned_step(cost, decode_load.promised_max_step, decode_load.num_decodes)
@@ -206,7 +206,7 @@ class LatencyBudgetPolicy:
     def _relaxed_step(self, cost: CostModel, decode_load: DecodeLoad) -> float:
         """Seconds of the step in which prefill reaches DEFAULT_PACE_SHARE of the pace that `chunked` would give."""
         overhead = cost.overhead(decode_load.num_decodes, decode_load.context, 0)
-        chunked = self._chunked.step(cost, decode_load, 0)
+        chunked = self._chunked.step_seconds(cost, decode_load, 0)
         return min(chunked, overhead / (1 - DEFAULT_PACE_SHARE * (1 - overhead / chunked)))
 
     def starves(self, load: StepLoad) -> bool:
@@ -216,15 +216,14 @@ class LatencyBudgetPolicy:
         return self.pace(self.cost, decodes, 0) < STARVED_PACE_SHARE * self._chunked.pace(self.cost, decodes, 0)
 
     def pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
-        step, decodes = self.step(cost, decode_load, reach), decode_load.num_decodes
+        step, decodes = self.step_seconds(cost, decode_load, reach), decode_load.num_decodes
         return cost.pace(decodes, decode_load.context, reach, self.tokens - decodes, step)
 
     def small_slice_pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
         shape = StepShape(decode_load.num_decodes, decodes=decode_load.num_decodes, context=decode_load.context)
         pace, seconds = cost.small_slice_pace(shape, max(0, int(reach) - LEAST_SLICE_TOKENS), LEAST_SLICE_TOKENS)
-        if seconds * cost.bias > min(decode_load.promised_max_step, self.step(cost, decode_load, reach) * cost.margin):
-            return 0.0
-        return pace
+        most = min(decode_load.promised_max_step, self.step_seconds(cost, decode_load, reach) * cost.margin)
+        return 0.0 if seconds * cost.bias > most else pace
 
 
 class TokenBudget:

@@ -121,9 +121,9 @@ def expected_first_tokens(
 
     Prompts in `left_out` delay no other prompt. Each of them is forecast as if the other ones did not exist.
     """
-    step = budget_policy.step(cost, load.decode_load, 0.0)
+    step = budget_policy.step_seconds(cost, load.decode_load, 0.0)
     steps, context = load.end_forecast.expected
-    decode_ends = DecodeEnds(steps * step, context, step, load.end_forecast.typical * step)
+    decode_ends = DecodeEnds(steps * step, context, step, load.end_forecast.typical_steps * step)
     simulation = _QueueSimulation(cost, budget_policy, load, rows, load_ahead, decode_ends, left_out)
     simulation.serve_all()
     return simulation.expected_first_token
@@ -243,7 +243,7 @@ class _QueueSimulation:
             ready = self._wait_for_memory(begin, end, is_left_out)
             elapsed = np.cumsum(seconds * self.weights[begin:end])
             clocks = np.maximum(self.clock + elapsed, is_left_out * ready) + is_left_out * seconds
-        step = self.budget_policy.step(self.cost, self.last_decode_load, reach)
+        step = self.budget_policy.step_seconds(self.cost, self.last_decode_load, reach)
         self._note_first_tokens(begin, end, clocks, step)
         self._advance(float(elapsed[-1]), step, end - 1)
         self.prefilled.append((self.clock, end))

@@ -49,7 +49,7 @@ class KVCacheManager:
 
     def free_tokens(self) -> int:
         """Tokens of KV memory that new requests can use."""
-        return self.unclaimed() * self.block_size
+        return self.num_unclaimed() * self.block_size
 
     # The prefix cache
 
@@ -96,21 +96,21 @@ class KVCacheManager:
 
     # Blocks of running requests
 
-    def fits(self, request: Request, gone: Collection[Request] = ()) -> bool:
+    def has_room(self, request: Request, gone: Collection[Request] = ()) -> bool:
         """Whether the uncached part of the prompt fits into free blocks, beside what running requests need soon.
 
         Assumes that the requests in `gone` do not run any more.
         """
         if len(self._running) == len(gone):
             return True
-        free = self.unclaimed(gone)
+        free = self.num_unclaimed(gone)
         if free < 1:  # every request needs at least one block, because its last block is never shared: skip the lookup
             return False
         hits = self.cached_prefix(request)
         unused_hits = sum(self.block_pool.refs[block] == 0 for block in hits)
         return self.blocks_for(request.num_tokens) - len(hits) + unused_hits <= free
 
-    def unclaimed(self, gone: Collection[Request] = ()) -> int:
+    def num_unclaimed(self, gone: Collection[Request] = ()) -> int:
         """Free blocks, plus blocks of the requests in `gone`, minus blocks that other running requests need soon."""
         claimed = sum(
             self.blocks_for(int(self._slots.num_tokens[other.slot])) - len(other.blocks)
@@ -175,7 +175,7 @@ class KVCacheManager:
         """
         hashes = hashes[len(self.cache.match(hashes, 0, len(hashes))) :]
         num_reserved = sum(len(one.blocks) for one in self.incoming) + len(hashes)
-        if len(hashes) > self.unclaimed() or num_reserved > MOST_INCOMING * self.block_pool.num_blocks:
+        if len(hashes) > self.num_unclaimed() or num_reserved > MOST_INCOMING * self.block_pool.num_blocks:
             return None
         reserved = HashedBlocks(list(hashes), self.block_pool.allocate(len(hashes)))
         self.incoming.append(reserved)

@@ -33,7 +33,7 @@ class RequestLifecycle:
         if request.service_at_start is None:  # charge the whole prompt at once, and only once
             request.account.uncount_prompt(request.flex, request.user, request.sibling)
             request.service_at_start = request.account.service
-            request.account.charge(INPUT_WEIGHT * (request.num_tokens - request.expected_hits))
+            request.account.charge(INPUT_WEIGHT * (request.num_tokens - request.expected_cached_tokens))
         self.builder.new_requests.append(request)
 
     def allocate_blocks(self, request: Request, count: int) -> bool:
@@ -72,7 +72,7 @@ class RequestLifecycle:
     def finish(self, request: Request, reason: str, now: float | None) -> None:
         """Ends a waiting or running request."""
         if request.state is State.RUNNING:
-            self._leave(request)
+            self._remove_running(request)
         elif not self.unscreened.remove(request):
             self.queue.remove(request)
         self._end(request, reason, now)
@@ -87,7 +87,7 @@ class RequestLifecycle:
         self.builder.forget(request)
         self.kv.free(request)
 
-    def _leave(self, request: Request) -> None:
+    def _remove_running(self, request: Request) -> None:
         """Removes a running request for good, and records its output length and the blocks that it freed."""
         free = self.kv.block_pool.num_free
         output_tokens = int(self.running.slots.num_tokens[request.slot]) - request.prompt_tokens

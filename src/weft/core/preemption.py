@@ -31,7 +31,7 @@ class Preemption:
     def has_room(self, request: Request, gone: Collection[Request] = ()) -> bool:
         """Whether there is a seat, and memory for the whole prompt, if the requests in `gone` do not run."""
         running = self.running
-        return len(running) - len(gone) < running.max_num_seqs and self.kv.fits(request, gone)
+        return len(running) - len(gone) < running.max_num_seqs and self.kv.has_room(request, gone)
 
     def victims_for_start(self, request: Request, load: StepLoad) -> list[Request]:
         """Requests to preempt so that this one can start, cheapest first. Empty if they would not be enough.

@@ -30,7 +30,7 @@ class PrefixCache:
         self._pool = pool
         self._block_of: dict[Hashable, int] = {}
         self._hash_of: dict[int, Hashable] = {}
-        pool.on_evict = self._forget
+        pool.on_evict = self._evict
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -72,7 +72,7 @@ class PrefixCache:
             "a hash points to another block"
         )
 
-    def _forget(self, blocks: list[int]) -> None:
+    def _evict(self, blocks: list[int]) -> None:
         block_of, hash_of = self._block_of, self._hash_of
         if self._before_reuse is not None:
             lost = [block for block in blocks if block in hash_of]

@@ -55,7 +55,7 @@ class Request:
     tenant_account: Account | None = None  # set by `Scheduler.add`; read it as `account`
     # The tenant's service when the request first started, before its prompt was charged; None: not started yet.
     service_at_start: float | None = None
-    expected_hits: int = 0  # prompt tokens that screening found in the prefix cache
+    expected_cached_tokens: int = 0  # prompt tokens that screening found in the prefix cache
     forecast_row: bytes = b""  # its row of the forecast as bytes, while it waits; see `PendingPrefill.pack`
     blocks: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0  # its blocks up to here were inserted into the prefix cache

@@ -24,7 +24,7 @@ class RunningRequests:
         self.prefilling: list[Request] = []  # running requests with prompt tokens left to plan
         self.retiring: list[Request] = []  # have no seat any more; a step in flight may still use their slots
         self._classes: Counter[tuple[bool, int]] = Counter()  # running requests per class (flex, priority)
-        self._num_wishes = 0  # running requests with a gap wish below their gap target
+        self._num_wishing = 0  # running requests with a gap wish below their gap target
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -35,7 +35,7 @@ class RunningRequests:
     @property
     def has_wishes(self) -> bool:
         """Whether a running request wishes for a smaller gap than its target."""
-        return self._num_wishes > 0
+        return self._num_wishing > 0
 
     def add(self, request: Request) -> None:
         """Gives a request a seat and a slot."""
@@ -46,7 +46,7 @@ class RunningRequests:
         self.prefilling.append(request)
         request.account.seats += 1
         self._classes[request.class_key] += 1
-        self._num_wishes += request.has_gap_wish
+        self._num_wishing += request.has_gap_wish
 
     def remove(self, request: Request) -> None:
         """Frees the seat at once. `retire_slots` frees the slot."""
@@ -56,7 +56,7 @@ class RunningRequests:
         self.slots.decoding[request.slot] = False
         request.account.seats -= 1
         self._classes[request.class_key] -= 1
-        self._num_wishes -= request.has_gap_wish
+        self._num_wishing -= request.has_gap_wish
         self.retiring.append(request)
 
     def retire_slots(self) -> None:

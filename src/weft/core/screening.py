@@ -99,7 +99,7 @@ class UnscreenedRequests:
 
     def _prepare(self, request: Request) -> None:
         """Looks up a new request in the prefix cache. Drops an operator's target that an idle machine would miss."""
-        request.expected_hits = len(self.kv.cached_prefix(request)) * self.kv.block_size
+        request.expected_cached_tokens = len(self.kv.cached_prefix(request)) * self.kv.block_size
         prefill = self._pending_prefill(request)
         if request.ttft_source is Source.OPERATOR and not self.policy.admission.is_possible(prefill):
             request.ttft_target = math.inf  # without a promise it is served behind promised requests
@@ -136,7 +136,7 @@ class UnscreenedRequests:
     def _pending_prefill(self, request: Request) -> PendingPrefill:
         """The part of its prompt that is neither planned nor cached."""
         is_running = request.state is State.RUNNING
-        done = int(self.running.slots.planned[request.slot]) if is_running else request.expected_hits
+        done = int(self.running.slots.planned[request.slot]) if is_running else request.expected_cached_tokens
         return PendingPrefill(request, done, request.num_tokens - done)
 
 

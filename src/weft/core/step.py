@@ -47,7 +47,9 @@ class Plan(NamedTuple):
     batch: StepBatch | None  # None: nothing to run
     may_be_last: NDArray[np.bool_]  # by row: whether its token reaches max_tokens, unless a stop comes first
     new_requests: list[Request]  # requests that the executor does not know yet: they got a slot since the last batch
-    refused: list[Request]  # requests that this plan has refused, because their targets cannot be met
+    refused: list[
+        Request
+    ]  # refused by this plan, because their targets cannot be met. (`Scheduler.add` rejects others.)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ class EndForecast(NamedTuple):
 
     latest: EndTimes  # seconds, if each generates max_tokens at its promised gap; infinite without a promise
     expected: EndTimes  # steps, if each generates as many tokens as recent requests
-    typical: float  # usual number of decode steps of a request
+    typical_steps: float  # usual number of decode steps of a request
 
 
 NO_ENDS = EndTimes(np.empty(0), np.empty(0))
