@@ -62,21 +62,21 @@ def test_a_disabled_cache_finds_nothing() -> None:
     assert cache.match([b"a"], 0, 1) == []
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "drop", "share", "name"]), st.integers(0, 7)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "release", "share", "insert"]), st.integers(0, 7)), max_size=60))
 def test_any_order_of_operations_keeps_the_books_balanced(script: list[tuple[str, int]]) -> None:
     pool = BlockPool(8)
     cache = PrefixCache(pool)
-    held: list[int] = []
+    used: list[int] = []
     for action, number in script:
-        if action == "take" and pool.num_free:
-            held += pool.allocate(1)
-        elif action == "drop" and held:
-            pool.release([held.pop(number % len(held))], keep=cache.cached_blocks)
-        elif action == "name" and held:
-            cache.insert([bytes([number])], [held[number % len(held)]])
+        if action == "allocate" and pool.num_free:
+            used += pool.allocate(1)
+        elif action == "release" and used:
+            pool.release([used.pop(number % len(used))], keep=cache.cached_blocks)
+        elif action == "insert" and used:
+            cache.insert([bytes([number])], [used[number % len(used)]])
         elif action == "share" and (found := cache.match([bytes([number])], 0, 1)):
             pool.retain(found[0])
-            held.append(found[0])
+            used.append(found[0])
         pool.check_integrity()
         cache.check_integrity()
-        assert sum(pool.refs) == len(held)
+        assert sum(pool.refs) == len(used)

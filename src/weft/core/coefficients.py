@@ -123,11 +123,8 @@ class Coefficients:
         """Seconds to prefill `remaining` tokens from `first`, by prompt. Half of the last wave and grain is padding."""
         seconds = self.token * remaining + (self.pair + self.wave_pair) * remaining * (first + (remaining + 1) / 2)
         if self.wave:
-            seconds += (
-                np.minimum(1.0, remaining / self.wave)
-                / 2
-                * (self.token * self.grain + self.reach * (first + remaining))
-            )
+            lump = self.token * self.grain + self.reach * (first + remaining)
+            seconds += np.minimum(1.0, remaining / self.wave) / 2 * lump
         return seconds
 
     def overhead(self, decodes: int, context: float, reach: float) -> float:
@@ -168,8 +165,8 @@ class Coefficients:
             return 0.0
         if self._is_lumpy:
             most = max(1, tokens)
-            middle = self._efficiency(decodes, context, int(reach / 2), most, limit)
-            return min(middle, self._efficiency(decodes, context, int(reach), most, limit))
+            middle = self._pace_at(decodes, context, int(reach / 2), most, limit)
+            return min(middle, self._pace_at(decodes, context, int(reach), most, limit))
         overhead = self.overhead(decodes, context, reach)
         # If `tokens` limits the step, attention grows with the prompt: a quarter of the final context is counted.
         work = (self.token + self.pair * reach / 4) * max(0, tokens)
@@ -189,23 +186,23 @@ class Coefficients:
         """Whether the time of a slice does not grow evenly with its tokens."""
         return bool(self.wave) or self.grain > 1
 
-    def _efficiency(self, decodes: int, context: float, first: int, most: int, limit: float) -> float:
-        """Share of a step's time that is prefill work (see `prefill_seconds`).
+    def _pace_at(self, decodes: int, context: float, first: int, most: int, limit: float) -> float:
+        """Pace at position `first` of a prompt: the share of a step's time that is `prefill_seconds`.
 
         The step has these decodes and as much of a prefill from position `first` as `limit` seconds allow, at most
         `most` tokens. The result is close to what `best_slice` would give, and faster to compute.
         """
         token, pair, reach, grain, sizes = self.token, self.pair, self.reach, self.grain, self.sizes
         overhead = self.fixed + self.decode_seconds(decodes) + self.context * context + self.slice + self.prefill
-        left = limit - overhead
-        each = token + pair * first  # without waves
+        available = limit - overhead  # seconds for prefill
+        each = token + pair * first  # seconds per token, without waves
         wave = self.wave or most
-        waves = int(left / max(wave * each + reach * first, 1e-12)) if self.wave else 0
+        waves = int(available / max(wave * each + reach * first, 1e-12)) if self.wave else 0
         both = pair + self.wave_pair
         best = 0.0
         for number in (0.125, waves, waves + 1) if waves else (0.125, 1):  # if no wave fits, an eighth of one may
-            room = min((left - reach * first * number) / max(each, 1e-12), 1e9)
-            count = min(int(wave * number), most, int(room) // grain * grain - decodes)
+            most_tokens = min((available - reach * first * number) / max(each, 1e-12), 1e9)
+            count = min(int(wave * number), most, int(most_tokens) // grain * grain - decodes)
             if count > 0:  # the hot path of admission: no calls that can be avoided
                 pairs = count * (first + (count + 1) / 2)
                 padded = -(-(decodes + count) // grain) * grain
