@@ -63,7 +63,7 @@ _arrivals = st.builds(
         SchedulingParams,
         priority=st.integers(0, 1),
         tenant=st.sampled_from(["", "", "a", "b"]),
-        batch=st.sampled_from([False, False, True]),
+        flex=st.sampled_from([False, False, True]),
         ttft_target=st.just(math.inf),  # promised nothing, so nobody is refused
         gap_target=st.just(math.inf),
     ),
@@ -114,7 +114,7 @@ def play(
             assert stream.output == expected
         seen["preemptions"] += stream.request.preemptions
         seen["prefix hits"] += stream.request.cached_tokens > 0
-    assert loop.scheduler.kv.pool.num_free == loop.scheduler.kv.pool.num_blocks, "blocks were lost"
+    assert loop.scheduler.kv.block_pool.num_free == loop.scheduler.kv.block_pool.num_blocks, "blocks were lost"
     assert not loop.sequences
 
 
@@ -146,5 +146,5 @@ def _abort(loop: Loop, stream: Sequence, seen: Counter[str]) -> None:
     if stream.request.state is State.RUNNING:
         slots = loop.scheduler.slots
         seen["mid-prefill aborts"] += bool(0 < slots.planned[slot] < stream.request.prompt_tokens)
-        seen["aborts with a step in flight"] += bool(slots.in_flight[slot])
+        seen["aborts with a step in flight"] += bool(slots.num_in_flight[slot])
     loop.abort(stream)

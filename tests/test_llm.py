@@ -29,7 +29,7 @@ def _nothing_is_left_behind(llm: LLM) -> Iterator[None]:
     llm.engine.loop.discard_in_flight()
     scheduler = llm.engine.loop.scheduler
     scheduler.check_integrity()
-    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
+    assert scheduler.kv.block_pool.num_free == scheduler.kv.block_pool.num_blocks
     assert not llm.engine.loop.sequences
 
 

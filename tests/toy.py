@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import Policy, Scheduler, StepBatch, chunked
-from weft.core.prefix import NamedBlocks
+from weft.core.prefix import HashedBlocks
 from weft.engine.executor import DeviceMemory, Executor, ExecutorFacts, StepInputs, StepMasks, StepResult
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
@@ -157,7 +157,7 @@ class ToyExecutor:
         tokens, accepted, sampled = [], batch.count.copy(), 0
         for row, (slot, first, count) in enumerate(zip(batch.slots, batch.first, batch.count, strict=True)):
             inputs_of_row = [next(values) for _ in range(count)]
-            place, sampled = sampled, sampled + int(batch.samples[row])
+            place, sampled = sampled, sampled + int(batch.is_sampled[row])
             if row < batch.num_decodes:
                 first = self.lengths[slot]  # the plan is too far ahead if a step before was not accepted
                 if not self.accepts(batch, row):
@@ -168,7 +168,7 @@ class ToyExecutor:
                 state = advance(state, token)
                 self.cache[self._place(slot, position)] = state
             self.lengths[slot] = first + count
-            if batch.samples[row]:
+            if batch.is_sampled[row]:
                 tokens.append(choose(state, allowed.get(place, ANY)))
                 self.last_token[slot] = tokens[-1]
         self.steps += 1
@@ -207,7 +207,7 @@ def toy_loop(
     caching: bool = True,
     policy: Policy | None = None,
     make_executor: Callable[[int, int, int], Executor] = ToyExecutor,
-    before_reuse: Callable[[NamedBlocks], None] | None = None,
+    before_reuse: Callable[[HashedBlocks], None] | None = None,
 ) -> Loop:
     scheduler = Scheduler(
         policy=policy or chunked(budget),

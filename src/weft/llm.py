@@ -154,7 +154,7 @@ class LLM:
         options = RequestOptions(
             priority=priority,
             tenant=tenant,
-            batch=batch,
+            flex=batch,
             gap_target_ms=gap_target_ms,
             ttft_target_ms=ttft_target_ms,
         )
@@ -191,7 +191,7 @@ class LLM:
         readers: list[_Reader] = []
         for number, prompt in enumerate(every):
             try:
-                readers += self._open(prompt, params, RequestOptions(batch=True), "")  # no promise, so no refusal
+                readers += self._open(prompt, params, RequestOptions(flex=True), "")  # no promise, so no refusal
             except RequestError as error:
                 raise PromptError(number, str(error)) from None
         self._run(readers, progress)
@@ -243,7 +243,7 @@ class LLM:
         options = RequestOptions(
             priority=priority,
             tenant=tenant,
-            batch=batch,
+            flex=batch,
             gap_target_ms=gap_target_ms,
             ttft_target_ms=ttft_target_ms,
         )

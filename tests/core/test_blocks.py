@@ -27,8 +27,8 @@ def test_a_request_s_tail_is_evicted_before_its_head_and_worthless_blocks_before
     cache = PrefixCache(pool)
     blocks = pool.allocate(4)
     cache.insert(digests("a", "ab", "abc"), blocks[:3])
-    pool.release(blocks, keep=cache.named)
-    assert pool.free_blocks() == [3, 2, 1, 0]  # 3 has no name, 2 is the tail of the prefix
+    pool.release(blocks, keep=cache.cached_blocks)
+    assert pool.free_blocks() == [3, 2, 1, 0]  # 3 is not cached, 2 is the tail of the prefix
     pool.allocate(2)
     assert cache.match(digests("a", "ab", "abc"), 0, 3) == [0, 1]
 
@@ -38,7 +38,7 @@ def test_a_cached_block_leaves_the_free_list_when_it_is_retained() -> None:
     cache = PrefixCache(pool)
     (block,) = pool.allocate(1)
     cache.insert([b"a"], [block])
-    pool.release([block], keep=cache.named)
+    pool.release([block], keep=cache.cached_blocks)
     pool.retain(block)
     assert pool.num_free == 1
     assert pool.allocate(1) != [block]
@@ -52,7 +52,7 @@ def test_the_first_block_with_a_content_keeps_its_name() -> None:
     cache.insert([b"a"], [first])
     cache.insert([b"a"], [second])
     assert cache.match([b"a"], 0, 1) == [first]
-    assert second not in cache.named
+    assert second not in cache.cached_blocks
 
 
 def test_a_disabled_cache_finds_nothing() -> None:
@@ -62,21 +62,21 @@ def test_a_disabled_cache_finds_nothing() -> None:
     assert cache.match([b"a"], 0, 1) == []
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "drop", "share", "name"]), st.integers(0, 7)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "release", "share", "insert"]), st.integers(0, 7)), max_size=60))
 def test_any_order_of_operations_keeps_the_books_balanced(script: list[tuple[str, int]]) -> None:
     pool = BlockPool(8)
     cache = PrefixCache(pool)
-    held: list[int] = []
+    used: list[int] = []
     for action, number in script:
-        if action == "take" and pool.num_free:
-            held += pool.allocate(1)
-        elif action == "drop" and held:
-            pool.release([held.pop(number % len(held))], keep=cache.named)
-        elif action == "name" and held:
-            cache.insert([bytes([number])], [held[number % len(held)]])
+        if action == "allocate" and pool.num_free:
+            used += pool.allocate(1)
+        elif action == "release" and used:
+            pool.release([used.pop(number % len(used))], keep=cache.cached_blocks)
+        elif action == "insert" and used:
+            cache.insert([bytes([number])], [used[number % len(used)]])
         elif action == "share" and (found := cache.match([bytes([number])], 0, 1)):
             pool.retain(found[0])
-            held.append(found[0])
+            used.append(found[0])
         pool.check_integrity()
         cache.check_integrity()
-        assert sum(pool.refs) == len(held)
+        assert sum(pool.refs) == len(used)

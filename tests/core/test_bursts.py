@@ -7,8 +7,8 @@ import pytest
 
 from weft.bench.engine.scheduler import measure_burst
 from weft.core import CostModel, HostCost, Outcome, Request, Scheduler, Source, slo
-from weft.core.budget import Beside
-from weft.core.forecast import GROUPS
+from weft.core.budget import DecodeLoad
+from weft.core.forecast import FORECAST_GROUPS
 from weft.sim.profiles import load_profile
 
 PROFILE = load_profile("h200-llama-3-8b")
@@ -20,14 +20,14 @@ class Counted:
     def __init__(self, host: HostCost | None = None) -> None:
         cost = CostModel(PROFILE.coefficients, host=host)
         policy = slo(cost, PROFILE.max_num_batched_tokens)
-        allowance, self.asked = policy.allowance, 0
-        pace = allowance.pace
+        budget_policy, self.asked = policy.budget_policy, 0
+        pace = budget_policy.pace
 
-        def counted(cost: CostModel, beside: Beside, reach: float) -> float:
+        def counted(cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
             self.asked += 1
-            return pace(cost, beside, reach)
+            return pace(cost, decode_load, reach)
 
-        allowance.pace = counted  # type: ignore[method-assign]
+        budget_policy.pace = counted  # type: ignore[method-assign]
         self.scheduler = Scheduler(
             policy=policy, num_blocks=50_000, block_size=16, max_num_seqs=1024, wave=PROFILE.coefficients.wave
         )
@@ -38,9 +38,9 @@ class Counted:
         before = self.asked
         plan = self.scheduler.plan(self.now)
         if plan.batch is not None:
-            step = self.scheduler.in_flight[-1]
+            step = self.scheduler.steps_in_flight[-1]
             started, self.now = self.now, self.now + (step.predicted or 0.0)
-            done = [(step.requests[row], "length") for row in np.flatnonzero(plan.last).tolist()]
+            done = [(step.requests[row], "length") for row in np.flatnonzero(plan.may_be_last).tolist()]
             self.scheduler.commit(plan.batch, Outcome(finished=done), started, self.now)
         return self.asked - before
 
@@ -65,7 +65,7 @@ def test_no_plan_asks_for_more_paces_than_a_few_forecasts_take(count: int) -> No
     drive.run(64)
     drive.burst(count)
     # Two forecasts, which look at groups again where prompts find no room, and the heads of the queue.
-    most = 2 * 4 * GROUPS + 48
+    most = 2 * 4 * FORECAST_GROUPS + 48
     while drive.scheduler.num_unscreened:
         assert drive.step() <= most
 
@@ -89,7 +89,7 @@ def test_streams_decode_in_every_step_while_a_burst_is_screened() -> None:
         plan = drive.scheduler.plan(drive.now)
         assert plan.batch is not None
         assert plan.batch.num_decodes >= 16
-        started, drive.now = drive.now, drive.now + (drive.scheduler.in_flight[-1].predicted or 0.0)
+        started, drive.now = drive.now, drive.now + (drive.scheduler.steps_in_flight[-1].predicted or 0.0)
         assert drive.now - started <= 0.025
         drive.scheduler.commit(plan.batch, Outcome(), started, drive.now)
 
@@ -136,8 +136,8 @@ def test_a_promise_that_an_idle_machine_could_not_keep_is_not_made() -> None:
         drive.scheduler.add(request)
     while drive.scheduler.has_work:
         drive.step()
-    assert (long.finish_reason, long.deadline) == ("length", math.inf)
-    assert (short.finish_reason, short.deadline) == ("length", 0.1)
+    assert (long.finish_reason, long.promised_due) == ("length", math.inf)
+    assert (short.finish_reason, short.promised_due) == ("length", 0.1)
     assert (short.first_token or math.inf) <= 0.1
     assert own.finish_reason == "refused", "only a request's own deadline refuses it"
 
@@ -145,9 +145,9 @@ def test_a_promise_that_an_idle_machine_could_not_keep_is_not_made() -> None:
 def test_a_default_gap_gives_way_and_a_promised_one_says_that_prompts_starve() -> None:
     slow = CostModel(PROFILE.coefficients)
     slow.prefill.spread = 0.4  # noise: a margin of four
-    allowance = slo(slow, 2048).allowance
-    soft = Beside(64, 64_000, math.inf, 0.02)
-    firm = Beside(64, 64_000, 0.02)
-    chunked = allowance.pace(slow, Beside(64, 64_000, math.inf), 0)
-    assert allowance.pace(slow, firm, 0) < 0.25 * chunked
-    assert allowance.pace(slow, soft, 0) > 0.5 * chunked
+    budget_policy = slo(slow, 2048).budget_policy
+    default = DecodeLoad(64, 64_000, math.inf, 0.02)
+    promised = DecodeLoad(64, 64_000, 0.02)
+    chunked = budget_policy.pace(slow, DecodeLoad(64, 64_000, math.inf), 0)
+    assert budget_policy.pace(slow, promised, 0) < 0.25 * chunked
+    assert budget_policy.pace(slow, default, 0) > 0.5 * chunked

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core import Coefficients, CostModel, StepShape
-from weft.core.budget import Beside, UpToTheGap
-from weft.core.host import MOVED_ROWS, HostCost
+from weft.core.budget import DecodeLoad, LatencyBudgetPolicy
+from weft.core.host_cost import MOVED_ROWS, HostCost
 from weft.core.shape import slice_reach, with_slice
 from weft.engine.cost_fit import fit
 
@@ -175,7 +175,7 @@ def test_a_burst_is_forgotten_while_the_device_is_idle() -> None:
     for _ in range(200):
         model.observe(MIXED, 0.01, 0.03)
     assert model.bias > 2.5
-    model.rest(10.0)
+    model.note_idle(10.0)
     assert model.bias < 1.2
     assert model.margin < 1.2 * quiet
 
@@ -184,7 +184,7 @@ def test_what_lasts_is_not_forgotten() -> None:
     model = CostModel(Coefficients(0.01, 0, 0, 0, 0, 0, 0), spread=0.05, refit=False)
     for _ in range(20_000):
         model.observe(MIXED, 0.01, 0.03)
-    model.rest(3600.0)
+    model.note_idle(3600.0)
     assert model.bias > 2.5
 
 
@@ -222,7 +222,8 @@ def test_delivery_leaves_room_for_so_many_rows_and_no_more() -> None:
     assert host.delivery_jitter(MOVED_ROWS) == host.delivery_jitter(1000) == pytest.approx(1e-5 * MOVED_ROWS)
     cost = CostModel(MODEL, spread=0.0, host=host)
     few, many, more = (
-        UpToTheGap(cost, 4096).step(cost, Beside(rows, 1000.0, 0.05), 0) for rows in (10, MOVED_ROWS, 1000)
+        LatencyBudgetPolicy(cost, 4096).step_seconds(cost, DecodeLoad(rows, 1000.0, 0.05), 0)
+        for rows in (10, MOVED_ROWS, 1000)
     )
     assert few > many == more
 

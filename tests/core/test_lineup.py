@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weft.core import CostModel, Outcome, Request, Scheduler, Source, slo
 from weft.core.forecast import PendingPrefill
 from weft.core.lineup import line_up
-from weft.core.queue import Levels, LineKey, WaitingQueue, line_of, rank_of
+from weft.core.queue import Levels, LineKey, WaitingQueue, line_of, order_key_of
 from weft.core.tenants import INPUT_WEIGHT, Account
 from weft.sim.profiles import load_profile
 
@@ -21,7 +21,7 @@ TENANTS = "abc"
 def one_by_one(requests: list[Request], now: float) -> list[Request]:
     """The same order by its definition: the next is the head of the line whose tenant was served least."""
     lines: dict[LineKey, deque[Request]] = {}
-    for request in sorted(requests, key=rank_of):
+    for request in sorted(requests, key=order_key_of):
         lines.setdefault(line_of(request), deque()).append(request)
     levels = Levels([line[0] for line in lines.values()], now)
     service = {key.account: key.account.service for key in lines}
@@ -29,7 +29,7 @@ def one_by_one(requests: list[Request], now: float) -> list[Request]:
     def head(key: LineKey) -> tuple[object, ...]:
         request = lines[key][0]
         served = service[key.account] if request.service_at_start is None else request.service_at_start
-        return key[:2], levels.of(request, served), request.rank[3:], key
+        return key[:2], levels.of(request, served), request.order_key[3:], key
 
     order = []
     while lines:
@@ -38,7 +38,7 @@ def one_by_one(requests: list[Request], now: float) -> list[Request]:
         request = lines[key].popleft()
         order.append(request)
         if request.service_at_start is None:
-            service[key.account] += INPUT_WEIGHT * request.known / key.account.weight
+            service[key.account] += INPUT_WEIGHT * request.num_tokens / key.account.weight
         if not lines[key]:
             del lines[key]
     return order
@@ -66,58 +66,58 @@ def test_the_order_is_that_of_service(
         for name, (weight, service, since) in zip(TENANTS, tenants, strict=True)
     }
     places: dict[str, list[Request]] = {"queued": [], "started": [], "new": []}
-    for number, (tenant, charged, precedence, (batch, priority), tokens, where) in enumerate(ones):
-        batch, priority = (False, 1) if where == "new" else (batch, priority)  # newcomers are of one class
-        request = Request(f"{number:03d}", tokens, 10, tenant=tenant, tenant_account=accounts[tenant], batch=batch)
+    for number, (tenant, charged, precedence, (flex, priority), tokens, where) in enumerate(ones):
+        flex, priority = (False, 1) if where == "new" else (flex, priority)  # newcomers are of one class
+        request = Request(f"{number:03d}", tokens, 10, tenant=tenant, tenant_account=accounts[tenant], flex=flex)
         request.priority, request.precedence = priority, precedence
         if where == "started" or (where == "queued" and charged):
             request.service_at_start = accounts[tenant].service / 2
-        request.rank = (batch, priority, precedence, float(tokens), 0.0, request.id)
-        request.packed = PendingPrefill(request, 0, tokens).pack()
+        request.order_key = (flex, priority, precedence, float(tokens), 0.0, request.id)
+        request.forecast_row = PendingPrefill(request, 0, tokens).pack()
         places[where].append(request)
     assume(places["new"])
     queue = WaitingQueue()
     for request in places["queued"]:
         queue.add(request)
     queue.check_integrity()
-    found = line_up(queue, places["started"], places["new"], lambda request: request.packed, now=0.0)
+    found = line_up(queue, places["started"], places["new"], lambda request: request.forecast_row, now=0.0)
     everything = [*places["queued"], *places["started"], *places["new"]]
     order = [found.at(place) for place in range(len(found.order))]
-    behind = [request for request in everything if request.rank[:2] > (False, 1)]
+    behind = [request for request in everything if request.order_key[:2] > (False, 1)]
     assert order == [request for request in one_by_one(everything, now=0.0) if request not in behind]
     assert [found.at(place) for place in found.newcomers] == [one for one in order if one in places["new"]]
-    assert found.rows.left.tolist() == [request.known for request in order]
+    assert found.rows.remaining.tolist() == [request.num_tokens for request in order]
     fewer = found.without(found.newcomers[::2])
     gone = {found.at(place) for place in found.newcomers[::2]}
     assert [fewer.at(place) for place in range(len(fewer.order))] == [one for one in order if one not in gone]
     assert {fewer.at(place) for place in fewer.newcomers} == set(places["new"]) - gone
 
 
-def calls_of_a_plan(queued: int, tenants: int, batch: bool) -> int:
+def calls_of_a_plan(queued: int, tenants: int, flex: bool) -> int:
     """Python calls that a plan makes which screens three newcomers, beside so many that wait."""
     policy = slo(CostModel(PROFILE.coefficients), 8192)
     scheduler = Scheduler(policy=policy, num_blocks=50_000, block_size=16, max_num_seqs=8)
     now = 0.0
 
-    def request(name: str, batch: bool) -> Request:
+    def request(name: str, flex: bool) -> Request:
         source = Source.DEFAULT
-        wanted = {} if batch else {"ttft_target": 1.0, "gap_target": 0.025}
-        tenant = f"tenant {len(scheduler.screening) % tenants}"
-        return Request(name, 200, 400, now, tenant=tenant, batch=batch, ttft_source=source, gap_source=source, **wanted)
+        wanted = {} if flex else {"ttft_target": 1.0, "gap_target": 0.025}
+        tenant = f"tenant {len(scheduler.unscreened) % tenants}"
+        return Request(name, 200, 400, now, tenant=tenant, flex=flex, ttft_source=source, gap_source=source, **wanted)
 
     def step() -> None:
         nonlocal now
         plan = scheduler.plan(now)
         if plan.batch is not None:
-            started, now = now, now + (scheduler.in_flight[-1].predicted or 0.0)
+            started, now = now, now + (scheduler.steps_in_flight[-1].predicted or 0.0)
             scheduler.commit(plan.batch, Outcome(), started, now)
 
     for number in range(queued):
-        scheduler.add(request(f"{number:06d}", batch))
+        scheduler.add(request(f"{number:06d}", flex))
     while scheduler.num_unscreened:
         step()
     for number in range(3):
-        scheduler.add(request(f"new {number}", batch=False))
+        scheduler.add(request(f"new {number}", flex=False))
     calls: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -134,6 +134,6 @@ def calls_of_a_plan(queued: int, tenants: int, batch: bool) -> int:
 
 def test_a_long_queue_costs_a_plan_no_more_calls_than_a_short_one() -> None:
     for tenants in (1, 3):
-        for batch in (False, True):
-            short, long = (calls_of_a_plan(queued, tenants, batch) for queued in (300, 6000))
-            assert long < 1.3 * short, f"{long} calls instead of {short} with {tenants} tenants, batch {batch}"
+        for flex in (False, True):
+            short, long = (calls_of_a_plan(queued, tenants, flex) for queued in (300, 6000))
+            assert long < 1.3 * short, f"{long} calls instead of {short} with {tenants} tenants, flex {flex}"

@@ -9,7 +9,7 @@ def test_one_that_was_preempted_meanwhile_can_be_passed_over() -> None:
     """When the plan was begun, none of its line was in the queue."""
     account = Tenants(4, 64, {}).enter("", False, iter(()), 0.0)
     runs, victim = (
-        Request(name, 4, 4, tenant_account=account, rank=(False, 0, 0, arrival, name))
+        Request(name, 4, 4, tenant_account=account, order_key=(False, 0, 0, arrival, name))
         for name, arrival in (("runs", 0.0), ("victim", 1.0))
     )
     runs.state = State.RUNNING

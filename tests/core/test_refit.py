@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from tests.strength import examples
 from weft.core import Coefficients, CostModel, StepShape
-from weft.core.refit import APART, REACH, SAMPLES, WINDOW, Refit, Reservoir, fit_multipliers
+from weft.core.refit import (
+    MOST_FIT_CHANGE,
+    MOST_SAMPLES,
+    MOST_TOTAL_CHANGE,
+    WINDOW_STEPS,
+    Refit,
+    Reservoir,
+    fit_multipliers,
+)
 from weft.core.shape import with_slice
 
 MODEL = Coefficients(0.0006, 0.0043, 2.35e-5, 8.5e-10, 2e-5, 1.1e-5, 3.2e-8)  # an H200 with a model of 8B
@@ -135,10 +143,10 @@ def test_what_the_next_window_does_not_confirm_stays_out(seed: int) -> None:
     refit = Refit(MODEL)
     load = loads(seed, prefills=0.5)
     slow, usual = noisy(SLOW_PREFILL, seed, 0.02), noisy(MODEL, seed, 0.02)
-    for step in range(2 * WINDOW):
+    for step in range(2 * WINDOW_STEPS):
         shape, first = next(load)
         shape = with_slice(shape, first, 400) if first >= 0 else shape
-        assert refit.observe(shape, (slow if step < WINDOW else usual)(shape)) is None
+        assert refit.observe(shape, (slow if step < WINDOW_STEPS else usual)(shape)) is None
     assert refit.in_force is MODEL
 
 
@@ -147,10 +155,10 @@ def test_many_decodes_do_not_hide_that_prefill_got_worse() -> None:
     refit = Refit(MODEL)
     load = loads(1, prefills=0.1)
     fitted, judged = times(token=1.4, pair=1.4, context=2.0), times(context=2.0)
-    for step in range(2 * WINDOW):
+    for step in range(2 * WINDOW_STEPS):
         shape, first = next(load)
         shape = with_slice(shape, first, 800) if first >= 0 else shape
-        assert refit.observe(shape, (fitted if step < WINDOW else judged).predict(shape)) is None
+        assert refit.observe(shape, (fitted if step < WINDOW_STEPS else judged).predict(shape)) is None
 
 
 def test_the_same_steps_teach_the_same() -> None:
@@ -167,15 +175,15 @@ def test_rare_prefills_are_waited_for_and_not_crowded_out() -> None:
     assert cost.coefficients.token == pytest.approx(SLOW_PREFILL.token, rel=0.1)
 
 
-@given(st.integers(0, 20 * SAMPLES))
+@given(st.integers(0, 20 * MOST_SAMPLES))
 def test_a_reservoir_is_bounded_and_evenly_spread(count: int) -> None:
     reservoir = Reservoir()
     for number in range(count):
         reservoir.add(StepShape(number), 1.0)
     kept = [int(sample[0]) for sample in reservoir.samples]
     assert reservoir.seen == count
-    assert len(kept) >= min(count, SAMPLES // 2)
-    assert len(kept) <= SAMPLES
+    assert len(kept) >= min(count, MOST_SAMPLES // 2)
+    assert len(kept) <= MOST_SAMPLES
     assert kept == list(range(0, count, reservoir.stride))
 
 
@@ -199,8 +207,8 @@ def test_multipliers_stay_within_reason_whatever_was_measured(
     samples = np.array([(*shape, seconds) for shape, seconds in steps]).reshape(-1, 7)
     found = fit_multipliers(np.array(MODEL.vector), samples, common)
     assert np.isfinite(found).all()
-    assert (found >= common / APART * 0.999).all()
-    assert (found <= common * APART * 1.001).all()
+    assert (found >= common / MOST_FIT_CHANGE * 0.999).all()
+    assert (found <= common * MOST_FIT_CHANGE * 1.001).all()
 
 
 @settings(max_examples=examples(10), deadline=None)
@@ -208,24 +216,24 @@ def test_multipliers_stay_within_reason_whatever_was_measured(
 def test_whatever_the_machine_does_coefficients_stay_within_reach(speeds: list[float], seed: int) -> None:
     refit = Refit(MODEL)
     load = loads(seed)
-    for number in range(6 * WINDOW):
+    for number in range(6 * WINDOW_STEPS):
         shape, first = next(load)
         shape = with_slice(shape, first, 100) if first >= 0 else shape
-        refit.observe(shape, MODEL.predict(shape) * speeds[number // WINDOW % len(speeds)])
+        refit.observe(shape, MODEL.predict(shape) * speeds[number // WINDOW_STEPS % len(speeds)])
     for now, then in zip(refit.in_force.vector, MODEL.vector, strict=True):
-        assert then / REACH * 0.999 <= now <= then * REACH * 1.001
+        assert then / MOST_TOTAL_CHANGE * 0.999 <= now <= then * MOST_TOTAL_CHANGE * 1.001
 
 
 def test_times_that_are_none_are_not_looked_at() -> None:
     refit = Refit(MODEL)
     for seconds in (0.0, -1.0, math.inf, math.nan):
-        for _ in range(WINDOW):
+        for _ in range(WINDOW_STEPS):
             assert refit.observe(StepShape(1, 0.0, 0, 1, 1), seconds) is None
 
 
 def test_a_model_without_coefficients_learns_nothing_and_does_not_fail() -> None:
     refit = Refit(Coefficients(0, 0, 0, 0, 0, 0, 0))
-    assert all(refit.observe(StepShape(1, 0.0, step % 2, 1, 1), 0.01) is None for step in range(4 * WINDOW))
+    assert all(refit.observe(StepShape(1, 0.0, step % 2, 1, 1), 0.01) is None for step in range(4 * WINDOW_STEPS))
 
 
 def test_factors_of_sizes_are_no_news() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.step_lines import line_of
 from tests.toy import ToyExecutor, solo, toy_loop, toy_stream
 from weft.core import Coefficients, CostModel, Plan, Request, State, slo
 from weft.engine.loop import Loop
@@ -10,15 +11,14 @@ from weft.errors import RequestError
 
 
 def run(loop: Loop, *, steps: int = 10_000) -> list[str]:
-    """Runs until idle; returns one line a step, such as "a:5+1* b:0+16" (request:first+count, * where it samples)."""
+    """Runs until idle; returns one line a step, such as "a:5+1* b:0+16" (see `line_of`)."""
     lines: list[str] = []
     plan_of = loop.scheduler.plan
 
     def watched(now: float) -> Plan:
         plan = plan_of(now)
         if plan.batch is not None:
-            slices = loop.scheduler.in_flight[-1].slices()
-            lines.append(" ".join(f"{s.request.id}:{s.first}+{s.count}{'*' * s.samples}" for s in slices))
+            lines.append(line_of(loop.scheduler.steps_in_flight[-1]))
         return plan
 
     loop.scheduler.plan = watched  # type: ignore[method-assign]
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_a_solo_run_and_nothing_is_left_behind(depth: int) -
         assert stream.output == solo(stream.prompt.tolist(), 12)
         assert stream.request.state is State.FINISHED
     loop.scheduler.check_integrity()
-    assert loop.scheduler.kv.pool.num_free == loop.scheduler.kv.pool.num_blocks
+    assert loop.scheduler.kv.block_pool.num_free == loop.scheduler.kv.block_pool.num_blocks
 
 
 def test_a_stop_is_noticed_one_step_late_and_the_surplus_token_is_thrown_away() -> None:
@@ -180,7 +180,7 @@ def test_an_abort_at_any_moment_frees_everything(depth: int, steps: int) -> None
     run(loop)
     assert other.output == solo(prompt(2, 10), 5)
     loop.scheduler.check_integrity()
-    assert loop.scheduler.kv.pool.num_free == loop.scheduler.kv.pool.num_blocks
+    assert loop.scheduler.kv.block_pool.num_free == loop.scheduler.kv.block_pool.num_blocks
 
 
 def test_a_seat_is_reused_while_its_old_slot_is_still_in_flight() -> None:

@@ -104,10 +104,10 @@ def test_a_prompt_does_not_start_when_the_decode_step_that_it_joins_would_break_
     ]
 
 
-def test_batch_fills_the_slack_and_makes_room_when_somebody_comes() -> None:
+def test_flex_fills_the_slack_and_makes_room_when_somebody_comes() -> None:
     loop = slo_loop(seqs=2)
-    add(loop, "x", 4, 4, batch=True)
-    add(loop, "y", 4, 4, batch=True, arrival=1.0)
+    add(loop, "x", 4, 4, flex=True)
+    add(loop, "y", 4, 4, flex=True, arrival=1.0)
     loop.step()
     add(loop, "person", 4, 2, gap_target=4.0, arrival=2.0)  # both seats are taken
     assert run(loop) == [
@@ -119,11 +119,11 @@ def test_batch_fills_the_slack_and_makes_room_when_somebody_comes() -> None:
     ]
 
 
-def test_batch_decodes_respect_a_default_gap_target() -> None:
-    """A flood of batch requests made steps of 300 ms beside a stream with the default target of 50."""
+def test_flex_decodes_respect_a_default_gap_target() -> None:
+    """A flood of flex requests made steps of 300 ms beside a stream with the default target of 50."""
     loop = slo_loop()
     for number in range(6):
-        add(loop, f"b{number}", 1, 9, batch=True, arrival=number * 0.01)
+        add(loop, f"b{number}", 1, 9, flex=True, arrival=number * 0.01)
     loop.step()
     add(loop, "person", 2, 9, gap_target=8.0, gap_source=Source.DEFAULT, arrival=1.0)
     loop.step()
@@ -132,30 +132,30 @@ def test_batch_decodes_respect_a_default_gap_target() -> None:
         shape = step_shape(loop)
         assert shape.decodes <= 4, "half of the default gap is for decodes"
         beside += shape.decodes > 1
-    assert beside > 4, "batch requests fill the slack"
+    assert beside > 4, "flex requests fill the slack"
     run(loop)
     loop.scheduler.check_integrity()
 
 
-def test_batch_prompts_do_not_make_a_default_gap_target_give_way() -> None:
+def test_flex_prompts_do_not_make_a_default_gap_target_give_way() -> None:
     loop = slo_loop()
     add(loop, "person", 1, 60, gap_target=3.0, gap_source=Source.DEFAULT)
     loop.step()
-    add(loop, "batch", 60, 1, batch=True)
+    add(loop, "flex", 60, 1, flex=True)
     while loop.scheduler.num_waiting or len(loop.scheduler.running) > 1:
         assert step_shape(loop).tokens <= 3
     add(loop, "other", 60, 1)
     assert step_shape(loop).tokens > 3, "it gives way to other prompts"
 
 
-def test_batch_gets_on_beside_a_stream_that_misses_its_default_gap_anyway() -> None:
+def test_flex_gets_on_beside_a_stream_that_misses_its_default_gap_anyway() -> None:
     loop = slo_loop(seqs=16)
     for number in range(12):
         add(loop, f"p{number}", 1, 60, gap_target=2.0, gap_source=Source.DEFAULT)
     loop.step()
-    batch = add(loop, "batch", 4, 8, batch=True)
+    flex = add(loop, "flex", 4, 8, flex=True)
     run(loop, steps=40)
-    assert batch.request.finish_reason is not None
+    assert flex.request.finish_reason is not None
 
 
 def step_shape(loop: Loop) -> StepShape:
@@ -198,8 +198,8 @@ def test_a_noisy_machine_takes_as_many_as_keep_99_gaps_in_100() -> None:
     """A decode step of 20 ms within a gap of 50: with a spread of 0.3 it takes 40 ms at the 99th percentile."""
     cost = CostModel(Coefficients(0.02, 0, 0, 0, 0, 0, 0), spread=0.3)
     admission = slo(cost, 100).admission
-    assert admission.may_join(decodes_alone(2, 100), 0.05)
-    assert not admission.may_join(decodes_alone(2, 100), 0.04)
+    assert admission.fits_decode_step(decodes_alone(2, 100), 0.05)
+    assert not admission.fits_decode_step(decodes_alone(2, 100), 0.04)
 
 
 def test_a_users_prompts_make_room_for_those_of_other_users_of_the_tenant() -> None:
@@ -213,10 +213,10 @@ def test_a_users_prompts_make_room_for_those_of_other_users_of_the_tenant() -> N
     loop.scheduler.check_integrity()
 
 
-def test_a_user_is_not_put_back_for_batch_prompts_nor_for_completions_of_one_prompt() -> None:
+def test_a_user_is_not_put_back_for_flex_prompts_nor_for_completions_of_one_prompt() -> None:
     loop = slo_loop(tokens=8)
     for number in range(3):
-        add(loop, f"x{number}", 8, user="a", arrival=number * 0.01, batch=True)
+        add(loop, f"x{number}", 8, user="a", arrival=number * 0.01, flex=True)
     add(loop, "a0", 8, user="a", arrival=0.1, ttft_target=1000.0)
     add(loop, "m1", 8, user="a", arrival=0.1, ttft_target=1000.0, sibling=True)
     add(loop, "B0", 8, user="b", arrival=0.2, ttft_target=1000.0)
@@ -256,10 +256,10 @@ def test_a_share_follows_its_weight() -> None:
     tenants = Tenants(seats=10, blocks=100, weights={"gold": 4.0})
     gold, plain = tenants.enter("gold", False, ()), tenants.enter("plain", False, ())
     gold.seats, plain.seats = 8, 2
-    assert not tenants.is_over(gold, batch=False)
-    assert tenants.is_over(gold, batch=False, seats=1)
-    assert tenants.is_over(plain, batch=False, seats=1)
-    assert tenants.is_over(plain, batch=False, blocks=21)
+    assert not tenants.is_over(gold, flex=False)
+    assert tenants.is_over(gold, flex=False, seats=1)
+    assert tenants.is_over(plain, flex=False, seats=1)
+    assert tenants.is_over(plain, flex=False, blocks=21)
     with pytest.raises(ValueError, match="the weight of tenant 'none' is 0"):
         Tenants(seats=10, blocks=100, weights={"none": 0.0})
     gold.charge(80)
@@ -287,10 +287,10 @@ def test_what_a_tenant_got_while_nobody_waited_is_not_held_against_it() -> None:
     assert patient.service == 0.0
 
 
-def test_batch_of_another_tenant_does_not_halve_the_seats() -> None:
+def test_flex_of_another_tenant_does_not_halve_the_seats() -> None:
     loop = slo_loop(tokens=16, seqs=4)
     for number in range(4):
-        add(loop, f"b{number}", 2, 20, tenant="other", batch=True, arrival=number * 0.01)
+        add(loop, f"b{number}", 2, 20, tenant="other", flex=True, arrival=number * 0.01)
     loop.step()
     for number in range(4):
         add(loop, f"i{number}", 2, 5, tenant="people", arrival=1.0 + number * 0.01)

@@ -44,4 +44,4 @@ def test_a_constrained_request_is_promised_the_time_of_two_steps() -> None:
     promise = SERVER.promise(10, constrained=True)
     assert promise.promised_gap == 0.1
     request = Request("a", 10, 5, gap_target=promise.gap, constrained=True)
-    assert request.firm_gap == 0.05, "no step is longer than it is for the others"
+    assert request.promised_max_step == 0.05, "no step is longer than it is for the others"

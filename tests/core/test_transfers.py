@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.core.test_scheduler import prompt
 from tests.strength import examples
 from tests.toy import advance, solo, toy_loop, toy_stream
-from weft.core.prefix import NamedBlocks
+from weft.core.prefix import HashedBlocks
 from weft.engine.hashing import prompt_hashes, root_hash
 from weft.engine.loop import Loop
 
@@ -25,20 +25,20 @@ def run(loop: Loop) -> None:
 
 
 def states_of(tokens: Sequence[int]) -> dict[bytes, list[int]]:
-    """What the toy model stores in each full block of these tokens, by the name of the block."""
+    """What the toy model stores in each full block of these tokens, by its block hash."""
     states, state = [], 0
     for token in tokens:
         state = advance(state, token)
         states.append(state)
-    names = prompt_hashes(root_hash(), np.array(tokens, np.int32), BLOCK)
-    return {name: states[index * BLOCK : (index + 1) * BLOCK] for index, name in enumerate(names)}
+    hashes = prompt_hashes(root_hash(), np.array(tokens, np.int32), BLOCK)
+    return {block_hash: states[index * BLOCK : (index + 1) * BLOCK] for index, block_hash in enumerate(hashes)}
 
 
 def test_what_a_block_holds_can_be_copied_before_it_is_reused() -> None:
-    copies: list[tuple[Any, Any]] = []  # names, and the copies that were submitted
+    copies: list[tuple[Any, Any]] = []  # hashes, and the copies that were submitted
 
-    def copy(lost: NamedBlocks) -> None:
-        copies.append((lost.names, loop.executor.read_blocks(lost.blocks)))
+    def copy(lost: HashedBlocks) -> None:
+        copies.append((lost.hashes, loop.executor.read_blocks(lost.blocks)))
 
     loop = toy_loop(num_blocks=12, block_size=BLOCK, before_reuse=copy)
     known: dict[bytes, list[int]] = {}
@@ -48,9 +48,9 @@ def test_what_a_block_holds_can_be_copied_before_it_is_reused() -> None:
         known |= states_of([*tokens, *solo(tokens, 6)])
         run(loop)
     found = 0
-    for names, pending in copies:
-        for name, data in zip(names, pending.result(), strict=True):
-            assert data.view(np.int64).tolist() == known[name]
+    for hashes, pending in copies:
+        for block_hash, data in zip(hashes, pending.result(), strict=True):
+            assert data.view(np.int64).tolist() == known[block_hash]
             found += 1
     assert found > 20
 
@@ -59,17 +59,17 @@ def test_blocks_on_their_way_in_are_nobody_elses_until_they_arrive() -> None:
     loop = toy_loop(num_blocks=16, block_size=BLOCK)
     scheduler, tokens = loop.scheduler, prompt(3, 20)
     content = states_of(tokens)
-    names = list(content)
-    expected = scheduler.kv.expect_blocks(names)
-    assert expected is not None
+    hashes = list(content)
+    reserved = scheduler.kv.reserve_incoming(hashes)
+    assert reserved is not None
     before = toy_stream("before", tokens, 5)
     loop.add(before)
     run(loop)
     assert before.request.cached_tokens == 0, "its contents are not there yet"
     loop.scheduler.kv.clear_cache()
-    data = np.array([content[name] for name in names]).view(np.uint8)
-    loop.executor.write_blocks(expected.blocks, data).result()
-    assert scheduler.kv.end_transfer(expected, arrived=True)
+    data = np.array([content[block_hash] for block_hash in hashes]).view(np.uint8)
+    loop.executor.write_blocks(reserved.blocks, data).result()
+    assert scheduler.kv.end_transfer(reserved, arrived=True)
     after = toy_stream("after", tokens, 5)
     loop.add(after)
     run(loop)
@@ -77,41 +77,41 @@ def test_blocks_on_their_way_in_are_nobody_elses_until_they_arrive() -> None:
     assert after.output == before.output == solo(tokens, 5)
 
 
-def test_blocks_that_are_cached_already_are_not_expected() -> None:
+def test_blocks_that_are_cached_already_are_not_reserved() -> None:
     loop = toy_loop(num_blocks=16, block_size=BLOCK)
     tokens = prompt(3, 20)
     loop.add(toy_stream("r", tokens[:13], 1))
     run(loop)
-    names = list(states_of(tokens))
-    expected = loop.scheduler.kv.expect_blocks(names)
-    assert expected is not None
-    assert expected.names == names[3:]
+    hashes = list(states_of(tokens))
+    reserved = loop.scheduler.kv.reserve_incoming(hashes)
+    assert reserved is not None
+    assert reserved.hashes == hashes[3:]
 
 
 def test_a_request_waits_for_blocks_that_a_transfer_has_reserved() -> None:
     loop = toy_loop(num_blocks=8, block_size=BLOCK)
-    expected = loop.scheduler.kv.expect_blocks([b"a", b"b", b"c", b"d"])
-    assert expected is not None
+    reserved = loop.scheduler.kv.reserve_incoming([b"a", b"b", b"c", b"d"])
+    assert reserved is not None
     stream = toy_stream("r", prompt(1, 25), 4)  # it needs seven blocks
     loop.add(stream)
     for _ in range(20):
         loop.step()
         loop.scheduler.check_integrity()
     assert not stream.output
-    assert loop.scheduler.kv.end_transfer(expected, arrived=False)
+    assert loop.scheduler.kv.end_transfer(reserved, arrived=False)
     run(loop)
     assert stream.output == solo(prompt(1, 25), 4)
 
 
 def test_a_transfer_that_fails_gives_its_blocks_back() -> None:
     scheduler = toy_loop(num_blocks=8, block_size=BLOCK).scheduler
-    expected = scheduler.kv.expect_blocks([b"a", b"b", b"c"])
-    assert expected is not None
-    assert scheduler.kv.pool.num_free == 5
-    assert scheduler.kv.expect_blocks([bytes([n]) for n in range(2)]) is None, "more than half of all blocks"
-    assert scheduler.kv.end_transfer(expected, arrived=False)
-    assert not scheduler.kv.end_transfer(expected, arrived=True), "it has ended"
-    assert scheduler.kv.pool.num_free == 8
+    reserved = scheduler.kv.reserve_incoming([b"a", b"b", b"c"])
+    assert reserved is not None
+    assert scheduler.kv.block_pool.num_free == 5
+    assert scheduler.kv.reserve_incoming([bytes([n]) for n in range(2)]) is None, "more than half of all blocks"
+    assert scheduler.kv.end_transfer(reserved, arrived=False)
+    assert not scheduler.kv.end_transfer(reserved, arrived=True), "it has ended"
+    assert scheduler.kv.block_pool.num_free == 8
     assert not scheduler.kv.cache.match([b"a"], 0, 1)
     scheduler.check_integrity()
 
@@ -120,26 +120,26 @@ def test_a_transfer_that_fails_gives_its_blocks_back() -> None:
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 5)), max_size=40))
 def test_transfers_beside_requests_lose_no_block_and_change_no_token(script: list[tuple[str, int]]) -> None:
     loop = toy_loop(num_blocks=20, block_size=BLOCK)
-    scheduler, streams, expected = loop.scheduler, [], []
+    scheduler, streams, reserved = loop.scheduler, [], []
     for turn, (action, number) in enumerate(script):
         tokens = prompt(number, 14)
         if action == "ask":
             streams.append(toy_stream(f"r{turn}", tokens, 5))
             loop.add(streams[-1])
-        elif action == "expect" and (found := scheduler.kv.expect_blocks(list(states_of(tokens)))) is not None:
-            expected.append((found, states_of(tokens)))
-        elif action in ("arrive", "fail") and expected:
-            blocks, content = expected.pop(number % len(expected))
-            assert scheduler.kv.is_expected(blocks)
-            if action == "arrive" and blocks.names:
-                data = np.array([content[name] for name in blocks.names]).view(np.uint8)
+        elif action == "expect" and (found := scheduler.kv.reserve_incoming(list(states_of(tokens)))) is not None:
+            reserved.append((found, states_of(tokens)))
+        elif action in ("arrive", "fail") and reserved:
+            blocks, content = reserved.pop(number % len(reserved))
+            assert scheduler.kv.is_incoming(blocks)
+            if action == "arrive" and blocks.hashes:
+                data = np.array([content[block_hash] for block_hash in blocks.hashes]).view(np.uint8)
                 loop.executor.write_blocks(blocks.blocks, data).result()
             assert scheduler.kv.end_transfer(blocks, arrived=action == "arrive")
         loop.step()
         scheduler.check_integrity()
-    for blocks, _ in expected:
+    for blocks, _ in reserved:
         scheduler.kv.end_transfer(blocks, arrived=False)
     run(loop)
     for stream in streams:
         assert stream.output == solo(stream.prompt.tolist(), 5)
-    assert scheduler.kv.pool.num_free == 20
+    assert scheduler.kv.block_pool.num_free == 20

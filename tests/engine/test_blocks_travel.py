@@ -44,7 +44,7 @@ def test_a_prefix_computed_by_one_engine_is_used_by_another(tmp_path: Path) -> N
         assert data.shape == (len(blocks), one.engine.loop.executor.facts.layout.block_bytes)
 
         scheduler = other.engine.loop.scheduler
-        expected_blocks = scheduler.kv.expect_blocks(names)
+        expected_blocks = scheduler.kv.reserve_incoming(names)
         assert expected_blocks is not None
         other.engine.loop.executor.write_blocks(expected_blocks.blocks, data).result()
         assert not scheduler.kv.cache.match(names, 0, len(names)), "not before they have arrived"
@@ -151,9 +151,9 @@ def test_names_are_the_same_in_another_process(tmp_path: Path) -> None:
 def test_a_transfer_that_ends_after_a_reset_changes_nothing(tmp_path: Path, arrived: bool) -> None:
     with llm_of(tiny_directory(tmp_path)) as llm:
         scheduler = llm.engine.loop.scheduler
-        expected = scheduler.kv.expect_blocks([b"a", b"b"])
+        expected = scheduler.kv.reserve_incoming([b"a", b"b"])
         assert expected is not None
         scheduler.reset()
         assert not scheduler.kv.end_transfer(expected, arrived=arrived)
         scheduler.check_integrity()
-        assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
+        assert scheduler.kv.block_pool.num_free == scheduler.kv.block_pool.num_blocks

@@ -97,7 +97,7 @@ class Device(SimulatedExecutor):
         started = self.now
         seconds = self.coefficients.predict(batch.shape) * self.random.normal(1, self.noise)
         self.now += seconds * (5 if self.random.random() < self.hiccups else 1)
-        return StepResult(tokens=[0] * int(batch.samples.sum()), started=started, finished=self.now)
+        return StepResult(tokens=[0] * int(batch.is_sampled.sum()), started=started, finished=self.now)
 
     def check(self, batch: StepBatch, inputs: StepInputs) -> None:
         rows, size = len(batch.slots), self.limits["block_size"]

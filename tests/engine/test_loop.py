@@ -62,7 +62,7 @@ def test_blocks_are_hashed_while_the_device_computes(depth: int) -> None:
     class Waiting:
         def __init__(self, batch: Any, pending: Any) -> None:
             self.batch, self.pending = batch, pending
-            self.requests = loop.scheduler.in_flight[-1].requests
+            self.requests = loop.scheduler.steps_in_flight[-1].requests
 
         def result(self) -> Any:
             nonlocal waits

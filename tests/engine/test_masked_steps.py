@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.core.test_scheduler import prompt, run
+from tests.step_lines import line_of
 from tests.toy import ToyExecutor, ToyMatcher, solo, toy_loop, toy_stream
 from weft.core import Coefficients, CostModel, State, slo
 from weft.engine import loop as loop_module
@@ -172,7 +173,7 @@ def test_an_abort_at_any_moment_frees_everything(depth: int, tokens: int, is_pen
     gate.open()
     run(loop)
     assert other.output == solo(BOUND, 9, constrained=True)
-    assert loop.scheduler.kv.pool.num_free == loop.scheduler.kv.pool.num_blocks
+    assert loop.scheduler.kv.block_pool.num_free == loop.scheduler.kv.block_pool.num_blocks
     loop.scheduler.check_integrity()
 
 
@@ -273,15 +274,14 @@ def test_who_may_join_counts_requests_that_sit_out_the_step() -> None:
 
 
 def watch(loop: Loop) -> list[str]:
-    """A list that grows by a line for every plan, as those of `run`."""
+    """A list that grows by a line for every plan (see `line_of`)."""
     lines: list[str] = []
     plan_of = loop.scheduler.plan
 
     def watched(now: float) -> Any:
         plan = plan_of(now)
         if plan.batch is not None:
-            slices = loop.scheduler.in_flight[-1].slices()
-            lines.append(" ".join(f"{s.request.id}:{s.first}+{s.count}{'*' * s.samples}" for s in slices))
+            lines.append(line_of(loop.scheduler.steps_in_flight[-1]))
         return plan
 
     loop.scheduler.plan = watched  # type: ignore[method-assign]

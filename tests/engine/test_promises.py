@@ -154,7 +154,7 @@ def engine() -> Engine:
     [
         (RequestOptions(gap_target_ms=-5), "gap_target_ms=-5 must be"),
         (RequestOptions(ttft_target_ms=True), "ttft_target_ms=True must be"),
-        (RequestOptions(batch=True, gap_target_ms=50), "gap_target_ms=50: a batch request promises nothing"),
+        (RequestOptions(flex=True, gap_target_ms=50), "gap_target_ms=50: a batch request promises nothing"),
         (RequestOptions(priority=1.5), "priority=1.5 must be a whole number"),  # type: ignore[arg-type]
     ],
 )

@@ -119,7 +119,7 @@ def test_blocks_are_read_and_written_by_id_between_steps() -> None:
         blocks = loops[0].scheduler.kv.cache.match(names, 0, len(names))
         assert len(blocks) == len(names)
         data = loops[0].executor.read_blocks(blocks).result()
-        reserved = loops[1].scheduler.kv.expect_blocks(names)
+        reserved = loops[1].scheduler.kv.reserve_incoming(names)
         assert reserved is not None
         loops[1].executor.write_blocks(reserved.blocks, data).result()
         assert loops[1].scheduler.kv.end_transfer(reserved, arrived=True)

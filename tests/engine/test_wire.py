@@ -108,13 +108,13 @@ def test_arrays_keep_their_types_and_shapes() -> None:
         slots=np.array([3, 1]),
         first=np.array([2**40, 0]),
         count=np.array([1, 9]),
-        samples=np.array([True, False]),
+        is_sampled=np.array([True, False]),
         num_decodes=1,
         shape=StepShape(tokens=10, pairs=45.0, slices=1, decodes=1, context=8, reach=9.5),
         new_blocks=BlockUpdates(empty, empty, empty),
     )
     found = again(batch, StepBatch)
-    for name in ("slots", "first", "count", "samples"):
+    for name in ("slots", "first", "count", "is_sampled"):
         mine, other = getattr(batch, name), getattr(found, name)
         assert mine.dtype == other.dtype
         np.testing.assert_array_equal(mine, other)

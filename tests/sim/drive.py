@@ -33,7 +33,7 @@ class Drive:
             self.scheduler.add(self._coming.popleft())
         plan = self.scheduler.plan(self.now)
         if plan.batch is not None:
-            step = self.scheduler.in_flight[-1]
+            step = self.scheduler.steps_in_flight[-1]
             started = max(self.now, self._free)
             self._free = started + COST.predict(plan.batch.shape)
             self._in_flight.append((plan, started, self._free))
@@ -50,8 +50,8 @@ class Drive:
     def _take_in(self, plan: Plan, started: float, finished: float) -> None:
         self.now = finished
         assert plan.batch is not None
-        requests = self.scheduler.in_flight[0].requests
-        done = [requests[row] for row in np.flatnonzero(plan.last).tolist()]
+        requests = self.scheduler.steps_in_flight[0].requests
+        done = [requests[row] for row in np.flatnonzero(plan.may_be_last).tolist()]
         outcome = Outcome(finished=[(request, "length") for request in done if request.state is not State.FINISHED])
         self.scheduler.commit(plan.batch, outcome, started, finished)
 

@@ -17,7 +17,7 @@ from weft.sim.profiles import load_profile
 from weft.sim.score_table import ScoreTable
 from weft.sim.simulator import Played, Truth, play
 from weft.sim.sweep import missing_runs, sweep
-from weft.sim.sweep_capacity import BELOW, Capacity, best_capacity, capacity, families, find_best, ladder, search
+from weft.sim.sweep_capacity import STEPS_BELOW, Capacity, best_capacity, capacity, families, find_best, ladder, search
 from weft.sim.sweep_file import code_of, header_of, open_scores, read_scores
 from weft.sim.sweep_findings import capacity_ratio
 from weft.sim.sweep_grid import FINE, Grid, Row, Score, SweepRun, coarse_scale, fine_scales
@@ -132,7 +132,7 @@ def test_nothing_is_kept_at_any_rate() -> None:
     table = ScoreTable(ONE)
     searched(ONE, below(dict.fromkeys(LIMITS, 0.0)), table)
     lowest = ladder(ONE, "mooncake")[0]
-    assert lowest == coarse_scale(-4 - BELOW)
+    assert lowest == coarse_scale(-4 - STEPS_BELOW)
     for family in families(ONE, 15):
         best = best_capacity(table, family, "mooncake", "exact", 15, 0.9)
         assert best is not None

@@ -26,16 +26,16 @@ class Watched(Scheduler):
 
     def plan(self, now: float) -> Plan:
         slots = self.slots
-        ready = np.flatnonzero(slots.decoding & (slots.known < slots.limit))
+        ready = np.flatnonzero(slots.decoding & (slots.num_tokens < slots.limit))
         plan = super().plan(now)
         batch = plan.batch
         decoding = set() if batch is None else set(batch.slots[: batch.num_decodes].tolist())
         assert decoding == set(ready[slots.decoding[ready]].tolist()), "a ready decode was left out"
         if batch is None:
-            uncommitted = any(self.slots.in_flight)
+            uncommitted = any(self.slots.num_in_flight)
             assert uncommitted or not (self.queue or self.running), "the device idles while work waits"
         else:
-            self.steps.append(self.in_flight[-1])
+            self.steps.append(self.steps_in_flight[-1])
             assert batch.num_decodes or batch.shape.slices
         return plan
 
@@ -45,7 +45,7 @@ def play_all(arrivals: list[Arrival], targets: Targets = DEFAULTS, **sizes: int)
     trace = Trace("drawn", tuple(sorted(arrivals, key=lambda arrival: arrival.time)))
     played = play(trace, scheduler, Truth(COST), targets)
     scheduler.check_integrity()
-    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
+    assert scheduler.kv.block_pool.num_free == scheduler.kv.block_pool.num_blocks
     return played, scheduler
 
 
@@ -78,17 +78,17 @@ def test_a_tenant_that_sends_twenty_times_as_much_does_not_slow_the_other(gap: f
     assert np.percentile(both.ttft[ours], 99) <= 2 * np.percentile(alone.ttft, 99) + steps
 
 
-def test_batch_fills_what_is_left_and_costs_the_others_nothing() -> None:
+def test_flex_fills_what_is_left_and_costs_the_others_nothing() -> None:
     people = [Arrival(0.4 * i, 800, 150) for i in range(100)]
-    batch = [Arrival(0.0, 4000, 300, batch=True) for _ in range(150)]
+    flex = [Arrival(0.0, 4000, 300, flex=True) for _ in range(150)]
     alone, _ = play_all(people)
-    both, _ = play_all([*people, *batch])
-    ours = np.array([not a.batch for a in sorted([*people, *batch], key=lambda a: a.time)])
+    both, _ = play_all([*people, *flex])
+    ours = np.array([not a.flex for a in sorted([*people, *flex], key=lambda a: a.time)])
     assert not both.refused.any()
     assert (both.gaps[ours[both.gap_owner]] <= DEFAULTS.gap + 1e-9).all()
     assert (both.ttft[ours] <= [DEFAULTS.first_token(800)] * ours.sum()).all()
     assert np.isfinite(both.finished).all()
-    assert both.ended < alone.ended + 60, "batch made next to no progress beside the others"
+    assert both.ended < alone.ended + 60, "flex made next to no progress beside the others"
 
 
 arrivals = st.lists(
@@ -99,7 +99,7 @@ arrivals = st.lists(
         output_tokens=st.integers(1, 200),
         prefix_ids=st.just(()),
         tenant=st.sampled_from(["", "a", "b"]),
-        batch=st.sampled_from([False, False, False, True]),
+        flex=st.sampled_from([False, False, False, True]),
     ),
     min_size=1,
     max_size=40,

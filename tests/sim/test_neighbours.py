@@ -20,9 +20,9 @@ def people(count: int, start: float, every: float, ttft_target: float = 1.2) -> 
 
 
 @pytest.mark.parametrize("waiting", [150, 1000])
-@pytest.mark.parametrize("batch", [True, False])
-def test_those_who_are_promised_nothing_get_nobody_refused(waiting: int, batch: bool) -> None:
-    many = crowd(waiting, 4000, 300, batch=batch, gap_target=math.inf if batch else 0.05)
+@pytest.mark.parametrize("flex", [True, False])
+def test_those_who_are_promised_nothing_get_nobody_refused(waiting: int, flex: bool) -> None:
+    many = crowd(waiting, 4000, 300, flex=flex, gap_target=math.inf if flex else 0.05)
     some = people(6, 1.0, 0.5)
     drive = Drive(exact_scheduler(), [*many, *some], horizon=6)
     assert drive.refused == []
@@ -89,7 +89,7 @@ def test_a_step_that_was_quicker_than_predicted_delays_nobody() -> None:
     scheduler.add(Request("a", 12_000, 1, ttft_target=9.0))
     plan = scheduler.plan(0.0)
     assert plan.batch is not None
-    assert (scheduler.in_flight[-1].predicted or 0.0) > 0.2
+    assert (scheduler.steps_in_flight[-1].predicted or 0.0) > 0.2
     scheduler.commit(plan.batch, Outcome(), 0.0, 0.05)
     newcomer = Request("b", 10, 1, arrival=0.05, ttft_target=0.2)
     scheduler.add(newcomer)
@@ -101,10 +101,10 @@ def test_a_step_that_was_quicker_than_predicted_delays_nobody() -> None:
 def test_victims_are_the_same_every_time() -> None:
     def victims(rubbish: int) -> list[int]:
         keep = [object() for _ in range(rubbish)]  # moves what is allocated next
-        batch = [Request(f"b{i}", 100, 200, batch=True) for i in range(6)]
+        flex = [Request(f"b{i}", 100, 200, flex=True) for i in range(6)]
         some = [Request(f"p{i}", 100, 10, arrival=0.1, gap_target=0.05) for i in range(2)]
-        Drive(exact_scheduler(seqs=6), [*batch, *some])
+        Drive(exact_scheduler(seqs=6), [*flex, *some])
         assert len(keep) == rubbish
-        return [request.preemptions for request in batch]
+        return [request.preemptions for request in flex]
 
     assert len({tuple(victims(17 * n)) for n in range(20)}) == 1

@@ -28,7 +28,7 @@ def traffic(tenants: str, most: int) -> st.SearchStrategy[list[Arrival]]:
         output_tokens=st.integers(1, 200),
         prefix_ids=st.just(()),
         tenant=st.sampled_from(tenants),
-        batch=st.just(False),
+        flex=st.just(False),
     )
     bursts = st.lists(st.tuples(lone, st.integers(2, 120), st.integers(0, 300)), max_size=2)
     several = st.builds(lambda ones, many: [*ones, *chain.from_iterable(map(burst, many))], st.lists(lone), bursts)
@@ -62,7 +62,7 @@ class Watched(Scheduler):
     def plan(self, now: float) -> Plan:
         plan = super().plan(now)
         if plan.batch is not None:
-            self.steps.append(self.in_flight[-1])
+            self.steps.append(self.steps_in_flight[-1])
         return plan
 
 
@@ -87,7 +87,7 @@ def test_every_admitted_request_keeps_its_promise_and_no_step_breaks_one(drawn: 
         decoding = step.batch.num_decodes > 0 and step.batch.shape.slices > 0
         assert not decoding or step.predicted <= wanted.gap + 1e-9
     scheduler.check_integrity()
-    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
+    assert scheduler.kv.block_pool.num_free == scheduler.kv.block_pool.num_blocks
     assert not math.isnan(played.ended)
 
 

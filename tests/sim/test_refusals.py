@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weft.core import Coefficients, CostModel, HostCost, Request, Scheduler, Source, Targets, slo
-from weft.core.admission import DeadlineAdmission, MakeLineup, Screened
+from weft.core.admission import DeadlineAdmission, MakeLineup, ScreeningResult
 from weft.core.budget import StepLoad
 from weft.core.forecast import PendingPrefill
 from weft.core.policies import Policy
@@ -32,17 +32,17 @@ class Keeping(DeadlineAdmission):
 
     def __init__(self, policy: Policy, kept: int | None) -> None:
         assert policy.cost is not None
-        super().__init__(policy.cost, policy.allowance)
+        super().__init__(policy.cost, policy.budget_policy)
         self.kept = kept
         self.predicted: dict[int, float] = {}  # of those that were refused
 
-    def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> Screened:
+    def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> ScreeningResult:
         found = super().screen(newcomers, lineup, load, visits)
         for request in found.refused:
             self.predicted[int(request.id)] = request.predicted_ttft
         stays = [request for request in found.refused if int(request.id) == self.kept]
         return found._replace(
-            kept=[*found.kept, *stays], refused=[request for request in found.refused if request not in stays]
+            accepted=[*found.accepted, *stays], refused=[request for request in found.refused if request not in stays]
         )
 
     def is_hopeless(self, prefill: PendingPrefill, load: StepLoad) -> bool:

@@ -65,8 +65,8 @@ def closed_loops(clients: dict[str, int], seats: int, ttft: float, max_tokens: i
             done, started, finished = in_flight.pop(0)
             now = max(now, finished)
             assert done.batch is not None
-            requests = scheduler.in_flight[0].requests
-            ended = [requests[row] for row in np.flatnonzero(done.last).tolist()]
+            requests = scheduler.steps_in_flight[0].requests
+            ended = [requests[row] for row in np.flatnonzero(done.may_be_last).tolist()]
             outcome = Outcome(finished=[(request, "length") for request in ended])
             scheduler.commit(done.batch, outcome, started, finished)
             for request in ended:

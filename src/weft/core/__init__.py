@@ -1,16 +1,16 @@
-"""The scheduler core: decides what each request does in each step. No tensors, no clock, no I/O, no token values."""
+"""The scheduler core: decides what each request does in each step. No tensors, no clock, no I/O, no token ids."""
 
 from weft.core.blocks import BlockPool
 from weft.core.coefficients import Coefficients
 from weft.core.cost import CostModel
-from weft.core.host import HostCost
+from weft.core.host_cost import HostCost
 from weft.core.policies import Policy, chunked, monolithic, slo, slo_order
 from weft.core.prefix import PrefixCache
 from weft.core.promises import Promise, Source, Targets
 from weft.core.request import Request, State
 from weft.core.scheduler import Scheduler
 from weft.core.shape import StepShape
-from weft.core.step import BlockUpdates, HostTimes, Outcome, Plan, PlannedStep, Slice, StepBatch, StepRecord
+from weft.core.step import BlockUpdates, HostTimes, Outcome, Plan, PlannedStep, StepBatch, StepRecord
 
 __all__ = [
     "BlockPool",
@@ -27,7 +27,6 @@ __all__ = [
     "Promise",
     "Request",
     "Scheduler",
-    "Slice",
     "Source",
     "State",
     "StepBatch",

@@ -8,32 +8,33 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from weft.core.budget import BATCH_DELAY, BATCH_JOINS, BATCH_SHARE, Allowance, StepLoad
+from weft.core.budget import FLEX_DELAY, FLEX_SHARE, FLEX_START_SHARE, BudgetPolicy, StepLoad
 from weft.core.cost import CostModel
-from weft.core.forecast import Array, Forecast, PendingPrefill, PromptRows, expect, forecast
+from weft.core.forecast import Array, Forecast, PendingPrefill, PromptRows, expected_first_tokens, forecast
 from weft.core.lineup import Lineup
 from weft.core.request import Request
 from weft.core.shape import StepShape
 
-MEMORY = 10.0  # seconds over which the load is averaged
+LOAD_WINDOW_S = 10.0  # seconds over which the load of a tenant is averaged
 MOST_LOAD = 0.6  # upper bound of the load; a higher estimate is not trusted
-SURELY = 4.0  # times its prefill time: with a longer target, an idle machine is surely on time
-HOPE = 2.0  # times the recent rate at which memory is freed; a request that is late even so is hopeless
-
+SURELY_ON_TIME = 4.0  # if the target is this many times the prefill time, an idle machine is certainly on time
+FASTEST_FREEING = 2.0  # times the recent rate at which memory is freed: a request that is late even so is refused
 
 MakeLineup = Callable[[Sequence[Request]], Lineup]  # builds the line-up with these new requests
 
 
-class Screened(NamedTuple):
+class ScreeningResult(NamedTuple):
     """Result of screening new requests."""
 
-    kept: Sequence[Request]
+    accepted: Sequence[Request]
     refused: Sequence[Request] = ()
-    left: Sequence[Request] = ()  # undecided; left for the next plan to limit the time of this one
+    undecided: Sequence[Request] = ()  # the next plan decides on them, so that this one does not take long
 
 
 class Admission(Protocol):
-    def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> Screened:
+    """The part of a policy that refuses requests and decides whether a prefill may start."""
+
+    def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> ScreeningResult:
         """Decides on new requests. They are all of one class and in screening order.
 
         `lineup` returns all prompts that are not computed yet, with the newcomers, in the order of service. The cost
@@ -45,14 +46,16 @@ class Admission(Protocol):
         """Whether a request that has not started would miss its promise even if it were served next."""
         ...
 
-    def may_join(self, after: StepShape, gap: float) -> bool:
-        """Whether a prefill may start. `after` is the decode step that it will join later, `gap` the promised gap."""
+    def fits_decode_step(self, after: StepShape, promised_max_step: float) -> bool:
+        """Whether a prefill may start. `after` is the step in which it and all others decode."""
         ...
 
-    def has_slack(self, after: StepShape, alone: StepShape, gap: float, soft_gap: float, joins: bool) -> bool:
-        """Whether batch requests may be in a decode step. `after` is the step with them, `alone` the step without.
+    def has_slack(
+        self, after: StepShape, alone: StepShape, promised_max_step: float, default_max_step: float, is_start: bool
+    ) -> bool:
+        """Whether flex requests may be in a decode step. `after` is the step with them, `alone` the step without.
 
-        `joins`: one of them is about to start.
+        `is_start`: one of them is about to start.
         """
         ...
 
@@ -64,16 +67,18 @@ class Admission(Protocol):
 class AdmitAll:
     """Refuses no request, however long the queue is."""
 
-    def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> Screened:
-        return Screened(newcomers)
+    def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> ScreeningResult:
+        return ScreeningResult(newcomers)
 
     def is_hopeless(self, prefill: PendingPrefill, load: StepLoad) -> bool:
         return False
 
-    def may_join(self, after: StepShape, gap: float) -> bool:
+    def fits_decode_step(self, after: StepShape, promised_max_step: float) -> bool:
         return True
 
-    def has_slack(self, after: StepShape, alone: StepShape, gap: float, soft_gap: float, joins: bool) -> bool:
+    def has_slack(
+        self, after: StepShape, alone: StepShape, promised_max_step: float, default_max_step: float, is_start: bool
+    ) -> bool:
         return True
 
     def is_possible(self, prefill: PendingPrefill) -> bool:
@@ -83,201 +88,208 @@ class AdmitAll:
 class DeadlineAdmission:
     """Admits a request if its first token will be on time and no earlier promise is broken."""
 
-    def __init__(self, cost: CostModel, allowance: Allowance) -> None:
+    def __init__(self, cost: CostModel, budget_policy: BudgetPolicy) -> None:
         self.cost = cost
-        self.allowance = allowance
-        self._loads = _Loads()
+        self.budget_policy = budget_policy
+        self._loads = _TenantLoads()
 
-    def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> Screened:
+    def screen(self, newcomers: Sequence[Request], lineup: MakeLineup, load: StepLoad, visits: int) -> ScreeningResult:
         """Forecasts the queue with all newcomers, and refuses some if a promise would be broken.
 
         It refuses newcomers that are served before the broken promise, the last in screening order first, as many as
         needed. Then it forecasts the rest again.
         """
-        if newcomers[0].batch:  # batch requests have no promise and are served last
-            return Screened(newcomers)
+        if newcomers[0].flex:  # flex requests have no promise and are served last
+            return ScreeningResult(newcomers)
         self._loads.decay(load.start)
         everything = lineup(newcomers)
-        screening = _Screening(self, newcomers, everything)
+        current = _ScreeningPass(self, newcomers, everything)
         refused: list[Request] = []
         while True:
-            found = forecast(self.cost, self.allowance, load, screening.lineup.rows, screening.busy)
-            victims = screening.victims(found)
-            refused += screening.remove(victims)
+            found = forecast(self.cost, self.budget_policy, load, current.lineup.rows, current.load_ahead)
+            victims = current.victims(found)
+            refused += current.remove(victims)
             visits -= found.visits
             if not victims or visits < 0:
                 break
         if refused or found.waited.any():
-            self._predict(everything, refused, load, screening.busy)
-        if victims:  # not known yet whether the remaining ones are on time
-            return Screened([], refused, screening.newcomers)
-        for place in screening.lineup.newcomers:
-            request = screening.lineup.at(place)
+            self._predict(everything, refused, load, current.load_ahead)
+        if victims:  # it is not known yet whether the remaining ones are on time
+            return ScreeningResult([], refused, current.newcomers)
+        for position in current.lineup.newcomers:
+            request = current.lineup.at(position)
             if request.due < math.inf:
-                self._loads.add(request.tenant, float(found.seconds[place]))
+                self._loads.add(request.tenant, float(found.prefill_seconds[position]))
                 if not (refused or found.waited.any()):
-                    request.predicted_ttft = float(found.expected[place]) - request.arrival
-        return Screened(screening.newcomers, refused)
+                    request.predicted_ttft = float(found.expected_first_token[position]) - request.arrival
+        return ScreeningResult(current.newcomers, refused)
 
-    def _predict(self, lineup: Lineup, refused: Sequence[Request], load: StepLoad, busy: float) -> None:
-        """Sets `predicted_ttft` of all newcomers. For a refused one, the other refused ones are left out."""
+    def _predict(self, lineup: Lineup, refused: Sequence[Request], load: StepLoad, load_ahead: float) -> None:
+        """Sets `predicted_ttft` of all newcomers. The prediction of a refused one leaves out the other refused ones."""
         gone = set(refused)
         left_out = np.zeros(len(lineup.order), np.bool_)
-        left_out[[place for place in lineup.newcomers if lineup.at(place) in gone]] = True
-        expected = expect(self.cost, self.allowance, load, lineup.rows, busy, left_out)
-        for place in lineup.newcomers:
-            request = lineup.at(place)
+        left_out[[position for position in lineup.newcomers if lineup.at(position) in gone]] = True
+        expected = expected_first_tokens(self.cost, self.budget_policy, load, lineup.rows, load_ahead, left_out)
+        for position in lineup.newcomers:
+            request = lineup.at(position)
             if request.due < math.inf:
-                request.predicted_ttft = float(expected[place]) - request.arrival
+                request.predicted_ttft = float(expected[position]) - request.arrival
 
-    def minds(self, request: Request, newcomer: Request) -> bool:
+    def is_protected_from(self, request: Request, newcomer: Request) -> bool:
         """Whether `newcomer` must not make `request` late.
 
-        It may if `request` is a batch request, is of a lower class or has its first token already. It also may if the
-        tenant of `request` loads the device more than the tenant of `newcomer`.
+        False if `request` is a flex request, is of a lower class, has its first token already, or belongs to a tenant
+        with more load than the tenant of `newcomer`.
         """
         if request is newcomer:
             return True
-        if request.batch or request.rank[:2] > newcomer.rank[:2] or request.first_token is not None:
+        if request.flex or request.class_key > newcomer.class_key or request.first_token is not None:
             return False
         return request.tenant == newcomer.tenant or self._loads.of(request.tenant) <= self._loads.of(newcomer.tenant)
 
-    def busy(self, tenant: str) -> float:
-        """Load that the next request of a tenant will meet, at most MOST_LOAD."""
-        return min(self._loads.before(tenant), MOST_LOAD)
+    def load_ahead(self, tenant: str) -> float:
+        """Load that is served before the next request of a tenant, at most MOST_LOAD."""
+        return min(self._loads.ahead_of(tenant), MOST_LOAD)
 
     def is_hopeless(self, prefill: PendingPrefill, load: StepLoad) -> bool:
-        request, first, count = prefill
-        if request.deadline == math.inf:
+        request, first, remaining = prefill
+        if request.promised_due == math.inf:
             return False
-        pace = self.allowance.pace(self.cost, load.beside, first)
-        seconds = self.cost.prefill_seconds(first, count) * self.cost.bias
+        pace = self.budget_policy.pace(self.cost, load.decode_load, first)
+        seconds = self.cost.prefill_seconds(first, remaining) * self.cost.bias
         wait = 0.0  # seconds until there is memory
-        if load.freed is not None and not request.sibling:  # completions of one prompt share its memory
-            wait = max(0.0, count - load.free) / load.freed / HOPE
-        end = load.start + wait + (seconds / pace if pace > 0 else seconds)  # decodes that fill the step may end
-        if end <= request.deadline:
+        if load.freed_per_second is not None and not request.sibling:  # completions of one prompt share its memory
+            wait = max(0.0, remaining - load.free_tokens) / load.freed_per_second / FASTEST_FREEING
+        # A pace of 0 means that the decodes fill the step. They may end.
+        end = load.start + wait + (seconds / pace if pace > 0 else seconds)
+        if end <= request.promised_due:
             return False
         request.predicted_ttft = end - request.arrival
         return True
 
-    def may_join(self, after: StepShape, gap: float) -> bool:
-        return self.cost.tail(after) <= gap
+    def fits_decode_step(self, after: StepShape, promised_max_step: float) -> bool:
+        return self.cost.p99_seconds(after) <= promised_max_step
 
-    def has_slack(self, after: StepShape, alone: StepShape, gap: float, soft_gap: float, joins: bool) -> bool:
-        if min(gap, soft_gap) == math.inf:
+    def has_slack(
+        self, after: StepShape, alone: StepShape, promised_max_step: float, default_max_step: float, is_start: bool
+    ) -> bool:
+        if min(promised_max_step, default_max_step) == math.inf:
             return True
-        seconds = self.cost.predict(after) / (BATCH_JOINS if joins else 1.0)
-        late = seconds * self.cost.decode.tail
-        if late > BATCH_SHARE * gap:
+        seconds = self.cost.predict(after) / (FLEX_START_SHARE if is_start else 1.0)
+        late = seconds * self.cost.decode.p99_factor
+        if late > FLEX_SHARE * promised_max_step:
             return False
-        # A default target that is missed even without batch requests must not keep them out for ever.
-        return late <= BATCH_SHARE * soft_gap or seconds <= BATCH_DELAY * self.cost.predict(alone)
+        # A default target that is missed even without flex requests must not keep them out for ever.
+        return late <= FLEX_SHARE * default_max_step or seconds <= FLEX_DELAY * self.cost.predict(alone)
 
     def is_possible(self, prefill: PendingPrefill) -> bool:
-        request, first, left = prefill
-        if SURELY * self.cost.prefill_seconds(first, left) * self.cost.bias < request.ttft_target:
+        request, first, remaining = prefill
+        if SURELY_ON_TIME * self.cost.prefill_seconds(first, remaining) * self.cost.bias < request.ttft_target:
             return True  # most prompts need no forecast
         idle = StepLoad(prefill.request.arrival, StepShape(), math.inf)
-        alone = forecast(self.cost, self.allowance, idle, PromptRows.of([prefill.pack()]), 0.0)
-        return bool(alone.ends[0] <= prefill.request.deadline)
+        alone = forecast(self.cost, self.budget_policy, idle, PromptRows.of([prefill.pack()]), 0.0)
+        return bool(alone.latest_first_token[0] <= prefill.request.promised_due)
 
 
-class _Screening:
-    """One screening: new requests among all prompts that are not computed yet, in the order of service."""
+class _ScreeningPass:
+    """One call of `DeadlineAdmission.screen`: the newcomers, and the line-up without the ones refused so far."""
 
     def __init__(self, admission: DeadlineAdmission, newcomers: Sequence[Request], lineup: Lineup) -> None:
         self.admission = admission
         self.lineup = lineup
         self.newcomers = list(newcomers)
-        self._number = {request: number for number, request in enumerate(newcomers)}  # screening order
-        self._loads = {tenant: admission.busy(tenant) for tenant in {request.tenant for request in newcomers}}
-        self.busy = max(self._loads.values(), default=0.0)
+        self._screening_index = {request: number for number, request in enumerate(newcomers)}  # screening order
+        self._loads = {tenant: admission.load_ahead(tenant) for tenant in {request.tenant for request in newcomers}}
+        self.load_ahead = max(self._loads.values(), default=0.0)
 
-    def remove(self, places: Sequence[int]) -> list[Request]:
+    def remove(self, positions: Sequence[int]) -> list[Request]:
         """Removes the newcomers at these positions from the line-up. Returns them."""
-        gone = [self.lineup.at(place) for place in places]
-        self.lineup = self.lineup.without(places)
-        left_out = set(gone)
-        self.newcomers = [request for request in self.newcomers if request not in left_out]
-        return gone
+        removed = [self.lineup.at(position) for position in positions]
+        self.lineup = self.lineup.without(positions)
+        gone = set(removed)
+        self.newcomers = [request for request in self.newcomers if request not in gone]
+        return removed
 
     def victims(self, found: Forecast) -> list[int]:
-        """Positions of newcomers to refuse: at or before a promise that would be broken.
+        """Positions of newcomers to refuse.
 
-        The last in screening order is refused first. A late prompt needs the prefill time of refused newcomers. A
-        prompt without room in the decode batch needs the place of one of them.
+        For each prompt that would be late, refuses newcomers that are served before it (or the prompt itself), the last
+        in screening order first, until their prefill time covers its delay. A prompt without room in the decode batch
+        needs the room of one refused newcomer.
         """
         late = self._lateness(found)
         gone: set[int] = set()
         before: list[int] = []  # positions of newcomers up to here that may be refused, in screening order
         unseen = deque(self.lineup.newcomers)
-        relief, freed = 0.0, 0  # seconds and places in the decode batch that refusals free
-        for place in np.flatnonzero(late > 0).tolist():
-            while unseen and unseen[0] <= place:
+        relief, freed_room = 0.0, 0  # seconds, and room for requests in the decode batch, that refusals free
+        for position in np.flatnonzero(late > 0).tolist():
+            while unseen and unseen[0] <= position:
                 one = unseen.popleft()
-                if self.lineup.at(one).deadline < math.inf:
+                if self.lineup.at(one).promised_due < math.inf:
                     insort(before, one, key=self._newness)
-            has_room = not found.waited[place]
-            while place not in gone and (late.item(place) > relief if has_room else freed < 1):
-                victim = next((one for one in reversed(before) if self._minds(place, one)), None)
+            has_room = not found.waited[position]
+            while position not in gone and (late.item(position) > relief if has_room else freed_room < 1):
+                victim = next((one for one in reversed(before) if self._is_protected_from(position, one)), None)
                 if victim is None:
                     break
                 before.remove(victim)
                 gone.add(victim)
-                relief += found.seconds.item(victim)
-                freed += 1
-            if place not in gone and not has_room:
-                freed -= 1
+                relief += found.prefill_seconds.item(victim)
+                freed_room += 1
+            if position not in gone and not has_room:
+                freed_room -= 1
         return sorted(gone)
 
-    def _newness(self, place: int) -> int:
-        return self._number[self.lineup.at(place)]
+    def _newness(self, position: int) -> int:
+        return self._screening_index[self.lineup.at(position)]
 
-    def _minds(self, place: int, newcomer: int) -> bool:
-        return self.admission.minds(self.lineup.at(place), self.lineup.at(newcomer))
+    def _is_protected_from(self, position: int, newcomer: int) -> bool:
+        return self.admission.is_protected_from(self.lineup.at(position), self.lineup.at(newcomer))
 
     def _lateness(self, found: Forecast) -> Array:
-        """Seconds by which each first token would be late; infinite if the prompt finds no room.
+        """Seconds by which each first token would be late; infinite if the prompt has no room in the decode batch.
 
         While a newcomer is prefilled, requests with less slack will arrive and go before it. As in a queue with
         priorities, its prefill takes 1 / (1 - load) times as long.
         """
         with np.errstate(invalid="ignore"):  # no room and no promise: inf - inf
             late = np.nan_to_num(
-                found.ends - self.lineup.rows.deadline, nan=-math.inf, posinf=math.inf, neginf=-math.inf
+                found.latest_first_token - self.lineup.rows.promised_due,
+                nan=-math.inf,
+                posinf=math.inf,
+                neginf=-math.inf,
             )
-        places = self.lineup.newcomers
+        positions = self.lineup.newcomers
         if len(self._loads) == 1:  # one tenant: the usual case
-            busy: float | Array = self.busy
+            load: float | Array = self.load_ahead
         else:
-            busy = np.array([self._loads[self.lineup.at(place).tenant] for place in places])
-        late[places] += found.seconds[places] * busy / (1 - busy)
+            load = np.array([self._loads[self.lineup.at(position).tenant] for position in positions])
+        late[positions] += found.prefill_seconds[positions] * load / (1 - load)
         return late
 
 
-class _Loads:
-    """Recent load of each tenant: seconds of prefill work accepted per second."""
+class _TenantLoads:
+    """Recent load of each tenant: seconds of prefill work that were accepted per second."""
 
     def __init__(self) -> None:
         self._of: dict[str, float] = {}
         self._at = 0.0  # seconds on the scheduler's clock
 
     def decay(self, now: float) -> None:
-        factor = math.exp((self._at - now) / MEMORY)
+        factor = math.exp((self._at - now) / LOAD_WINDOW_S)
         self._at = now
         self._of = {tenant: load * factor for tenant, load in self._of.items() if load * factor > 1e-9}
 
     def add(self, tenant: str, seconds: float) -> None:
-        self._of[tenant] = self.of(tenant) + seconds / MEMORY
+        self._of[tenant] = self.of(tenant) + seconds / LOAD_WINDOW_S
 
     def of(self, tenant: str) -> float:
         return self._of.get(tenant, 0.0)
 
-    def before(self, tenant: str) -> float:
-        """Load that the next request of a tenant will meet.
+    def ahead_of(self, tenant: str) -> float:
+        """Load that is served before the next request of a tenant.
 
-        The load of each other tenant counts up to the load of this one, since the least served tenant goes first.
+        The load of each other tenant counts up to the load of this one, because the least served tenant goes first.
         """
-        own = self.of(tenant)
-        return sum(min(load, own) for load in self._of.values())
+        most = self.of(tenant)
+        return sum(min(load, most) for load in self._of.values())

@@ -23,21 +23,21 @@ class BlockPool:
         self._prev = [num_blocks, *range(num_blocks)]
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` free blocks, each with one reference. Raises ValueError if there are fewer."""
+        """Allocates `count` free blocks, each with one reference. Raises ValueError if there are fewer."""
         if count > self.num_free:
             raise ValueError(f"{count} blocks asked of a pool with {self.num_free} free")
-        taken: list[int] = []
-        following, refs = self._next, self.refs  # local names: a long prompt takes thousands of blocks at once
+        allocated: list[int] = []
+        following, refs = self._next, self.refs  # local names: a long prompt needs thousands of blocks at once
         block = following[self._end]
         for _ in range(count):
-            taken.append(block)
+            allocated.append(block)
             refs[block] = 1
             block = following[block]
         following[self._end] = block
         self._prev[block] = self._end
         self.num_free -= count
-        self.on_evict(taken)
-        return taken
+        self.on_evict(allocated)
+        return allocated
 
     def retain(self, block: int) -> None:
         """Adds a reference to a block, free or not."""
@@ -52,15 +52,15 @@ class BlockPool:
         that depend on it.
         """
         refs = self.refs
-        kept: list[int] = []
-        worthless: list[int] = []
+        with_content: list[int] = []
+        empty: list[int] = []
         for block in reversed(blocks):
             refs[block] -= 1
             if not refs[block]:
-                (kept if block in keep else worthless).append(block)
-        worthless.reverse()
-        self._link(worthless, self._next[self._end])
-        self._link(kept, self._end)
+                (with_content if block in keep else empty).append(block)
+        empty.reverse()
+        self._link(empty, self._next[self._end])
+        self._link(with_content, self._end)
 
     def free_blocks(self) -> list[int]:
         """The free list; the next block to allocate comes first."""
@@ -77,7 +77,7 @@ class BlockPool:
         assert sum(count > 0 for count in self.refs) == self.num_blocks - self.num_free, (
             "a block is neither used nor free"
         )
-        assert min(self.refs) >= 0, "a block was released more often than taken"
+        assert min(self.refs) >= 0, "a block was released more often than retained"
 
     def _unlink(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]

@@ -1,4 +1,7 @@
-"""Budgets: how much prefill a step may carry besides its decodes, in tokens or in seconds of predicted time."""
+"""Budget policies: how much prefill a step may carry in addition to its decodes, in tokens or in predicted seconds.
+
+A BudgetPolicy is one part of a Policy. It makes a Budget for each step, and each prefill slice spends some of it.
+"""
 
 import math
 from collections.abc import Callable
@@ -7,101 +10,106 @@ from typing import NamedTuple, Protocol
 
 from weft.core.cost import CostModel
 from weft.core.shape import StepShape
-from weft.core.turnover import NONE_DECODES, EndForecast
+from weft.core.turnover import NO_DECODES, EndForecast
 
-IDLE_STEP = 0.25  # seconds that a step may take if no decode has a gap target; bounds the wait of a new request
-LEAST_SLICE = 16  # tokens of the smallest slice
-HARMLESS = 0.95  # share of the prefill pace that must remain if a wish for a smaller gap is granted
-BATCH_SHARE = 0.5  # share of the tightest gap that a decode step with batch requests may take
-BATCH_JOINS = (
-    0.9  # share of that limit at which another batch request may start, so that it is not preempted in the next step
-)
-BATCH_DELAY = 1.25  # times a step without batch requests: limit of a step with them if a default gap is missed anyway
-YIELDS = 0.8  # share of `chunked`'s prefill pace; a default gap target that leaves less is relaxed
-STARVED = 0.25  # share of `chunked`'s prefill pace; the operator is told if a promised gap leaves less
+IDLE_STEP_S = 0.25  # seconds: limit of a step if no decode has a gap target; bounds the wait of a new request
+LEAST_SLICE_TOKENS = 16  # tokens of the smallest slice
+WISH_PACE_SHARE = 0.95  # a gap wish is granted if prefill keeps this share of its pace
+# A decode step with flex requests may take this share of the longest step that keeps the gap targets of the others.
+FLEX_SHARE = 0.5
+FLEX_START_SHARE = 0.9  # of that limit, for the start of a flex request: the next step need not preempt it
+FLEX_DELAY = 1.25  # times a step without flex requests: limit of a step with them if a default gap is missed anyway
+DEFAULT_PACE_SHARE = 0.8  # a default gap target is relaxed until prefill has this share of the pace of `chunked`
+STARVED_PACE_SHARE = 0.25  # the operator is told if a promised gap leaves less than this share of the pace of `chunked`
 
 
 class StepLoad(NamedTuple):
-    """State of a step after its decodes are chosen: the input of a policy."""
+    """What a policy knows about a step when only its decodes are chosen.
+
+    The fields `..._max_step` are the longest step that keeps all gaps of the decodes: promised gaps, default gap
+    targets, and gap wishes. Infinite: no decode has one.
+    """
 
     start: float  # start time of the step: now, or the predicted end of the step in flight
     shape: StepShape  # the decodes alone
-    gap: float  # seconds; tightest promised gap of the decodes, infinite if there is none
-    soft_gap: float = math.inf  # seconds; tightest default gap target of the decodes, which may be relaxed
-    ends: EndForecast = NONE_DECODES  # when the decodes end
-    crowded: bool = False  # whether batch requests, not counted here, decode in the same step
-    wish: float = math.inf  # seconds; tightest gap wish of the decodes, below what all are promised
-    free: float = math.inf  # tokens of KV memory that new requests can use
-    freed: float | None = None  # tokens of KV memory freed per second; None: unknown
+    promised_max_step: float  # seconds
+    default_max_step: float = math.inf  # seconds; may be exceeded under load
+    end_forecast: EndForecast = NO_DECODES  # when the decodes are expected to end
+    has_flex_decodes: bool = False  # whether flex requests, not counted here, decode in the same step
+    wished_max_step: float = math.inf  # seconds; only granted if prefill hardly slows down
+    free_tokens: float = math.inf  # tokens of KV memory that new requests can use
+    freed_per_second: float | None = None  # tokens of KV memory freed per second; None: unknown
 
     @property
-    def beside(self) -> "Beside":
-        return Beside(self.shape.decodes, self.shape.context, self.gap, self.soft_gap)
+    def decode_load(self) -> "DecodeLoad":
+        return DecodeLoad(self.shape.decodes, self.shape.context, self.promised_max_step, self.default_max_step)
 
 
-class Beside(NamedTuple):
-    """The decodes that share steps with a prefill."""
+class DecodeLoad(NamedTuple):
+    """The decodes that share a step with prefill slices. For `..._max_step` see `StepLoad`."""
 
-    decodes: int
+    num_decodes: int
     context: float  # tokens of context that they read
-    gap: float  # seconds; tightest promised gap
-    soft_gap: float = math.inf  # seconds; tightest default gap target
+    promised_max_step: float  # seconds
+    default_max_step: float = math.inf  # seconds
 
     @property
     def has_target(self) -> bool:
-        return self.gap < math.inf or self.soft_gap < math.inf
+        return self.promised_max_step < math.inf or self.default_max_step < math.inf
 
 
 class Budget(Protocol):
     """Remaining budget of a step for prefill slices."""
 
-    reason: str
+    prefill_limit: str  # what limits the prefill tokens of the step
 
     def room(self, first: int, wanted: int) -> int:
         """Tokens that a slice starting at position `first` may have, at most `wanted`."""
         ...
 
-    def take(self, first: int, count: int) -> None: ...
+    def spend(self, first: int, count: int) -> None:
+        """Counts a planned slice of `count` tokens from position `first`."""
+        ...
 
     def tighten(self, seconds: float, *, is_promised: bool) -> None:
-        """Asks for the step to end within `seconds`: it gives a first token that is due then, promised or not."""
+        """Asks for a step of at most `seconds`, because it gives a first token that is due then, promised or not."""
         ...
 
-    def limit_batch(self) -> None:
-        """Called before the first batch prompt: a default gap target is not relaxed for batch prompts."""
+    def limit_flex(self) -> None:
+        """Called before the first flex prompt: a default gap target is not relaxed for flex prompts."""
         ...
 
 
-class Allowance(Protocol):
+class BudgetPolicy(Protocol):
     """Makes the budget of each step, and predicts the prefill pace with such budgets."""
 
-    prefills_first: bool  # whether prefills go first and decodes wait
-    cuts: bool  # whether a step is cut short for a first token that is due
+    prefills_first: bool  # whether a step has decodes only if it has no prefills
+    shortens_steps: bool  # whether a step is shortened for a first token that is due
 
     def budget(self, load: StepLoad) -> Budget: ...
 
-    def step(self, cost: CostModel, beside: Beside, reach: float) -> float:
+    def step_seconds(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
         """Seconds of a full step with these decodes and a slice that reads `reach` tokens of context."""
         ...
 
-    def pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        """Seconds of prefill work done in a second besides these decodes. 0 if the decodes fill the step."""
+    def pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+        """Share of the device's time that these decodes leave for prefill. 0 if they fill the step."""
         ...
 
-    def squeezed_pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        """Pace with the smallest slice in every step (see TimeBudget.room). 0 if even that misses the gap."""
+    def small_slice_pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+        """The same share if each step has only a slice of LEAST_SLICE_TOKENS. 0 if even that step is too long."""
         ...
 
     def starves(self, load: StepLoad) -> bool:
-        """Whether a promised gap leaves prefills less than STARVED of the pace that `chunked` would give."""
+        """Whether a promised gap leaves prefills less than STARVED_PACE_SHARE of the pace that `chunked` would give."""
         ...
 
 
-class FixedTokens:
+class FixedBudgetPolicy:
     """A fixed number of tokens per step, whatever they cost. Each decode counts as one token."""
 
     prefills_first = False
-    cuts = False
+    shortens_steps = False
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -109,15 +117,15 @@ class FixedTokens:
     def budget(self, load: StepLoad) -> Budget:
         return TokenBudget(self.tokens - load.shape.decodes)
 
-    def step(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        work = self._work(cost, beside.decodes, reach)
-        least = cost.least_step(beside.decodes, beside.context, reach)
-        return max(least, cost.overhead(beside.decodes, beside.context, reach) + work)
+    def step_seconds(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+        work = self._work(cost, decode_load.num_decodes, reach)
+        least = cost.least_step(decode_load.num_decodes, decode_load.context, reach)
+        return max(least, cost.overhead(decode_load.num_decodes, decode_load.context, reach) + work)
 
-    def pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        return self._work(cost, beside.decodes, reach) / self.step(cost, beside, reach)
+    def pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+        return self._work(cost, decode_load.num_decodes, reach) / self.step_seconds(cost, decode_load, reach)
 
-    def squeezed_pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
+    def small_slice_pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
         return 0.0
 
     def starves(self, load: StepLoad) -> bool:
@@ -127,7 +135,7 @@ class FixedTokens:
         return cost.slice_work(self.tokens - decodes, reach)
 
 
-class WholePrompts(FixedTokens):
+class WholePromptPolicy(FixedBudgetPolicy):
     """Whole prompts, before any decode. As many as fit into the tokens, or a single larger one."""
 
     prefills_first = True
@@ -136,89 +144,92 @@ class WholePrompts(FixedTokens):
         return PromptBudget(self.tokens)
 
 
-class UpToTheGap:
-    """As much prefill as the tightest gap target leaves. `tokens` limits the step as well."""
+class LatencyBudgetPolicy:
+    """As much prefill as the tightest gap target leaves time for. `tokens` limits the step as well."""
 
     prefills_first = False
-    cuts = True
+    shortens_steps = True
 
     def __init__(self, cost: CostModel, tokens: int) -> None:
         self.cost = cost
         self.tokens = tokens
-        self._chunked = FixedTokens(tokens)
+        self._chunked = FixedBudgetPolicy(tokens)
 
     def budget(self, load: StepLoad) -> Budget:
-        beside = load.beside
-        if self._is_harmless(load):
-            beside = beside._replace(gap=min(beside.gap, load.wish))
-        seconds = self.step(self.cost, beside, 0)
-        # If a default target is relaxed, the relaxed step time replaces it as the gap.
-        gap = min(beside.gap, seconds * self.cost.margin) if beside.has_target else math.inf
+        decodes = load.decode_load
+        if self._grants_wish(load):
+            decodes = decodes._replace(promised_max_step=min(decodes.promised_max_step, load.wished_max_step))
+        seconds = self.step_seconds(self.cost, decodes, 0)
+        # If a default target is relaxed, the relaxed step time replaces it as the limit.
+        max_step = min(decodes.promised_max_step, seconds * self.cost.margin) if decodes.has_target else math.inf
         return TimeBudget(
             self.cost,
             load.shape,
             seconds,
             self.tokens - load.shape.decodes,
-            gap,
-            self._batch_step(beside, load.shape),
-            partial(self._yielding_step, self.cost, beside),
+            max_step,
+            self._flex_step(decodes, load.shape),
+            partial(self._relaxed_step, self.cost, decodes),
         )
 
-    def _batch_step(self, beside: Beside, shape: StepShape) -> float:
-        """Seconds that a step with batch prompts may take: the default gap, or BATCH_DELAY times the decodes alone."""
-        if beside.soft_gap == math.inf:
+    def _flex_step(self, decode_load: DecodeLoad, shape: StepShape) -> float:
+        """Seconds that a step with flex prompts may take: the default gap, or FLEX_DELAY times the decodes alone."""
+        if decode_load.default_max_step == math.inf:
             return math.inf
-        return max(self._within(self.cost, beside.soft_gap, beside.decodes), BATCH_DELAY * self.cost.predict(shape))
+        default = self._planned_step(self.cost, decode_load.default_max_step, decode_load.num_decodes)
+        return max(default, FLEX_DELAY * self.cost.predict(shape))
 
-    def _within(self, cost: CostModel, gap: float, decodes: int) -> float:
-        """Longest predicted step, in seconds, with which tokens still reach clients within `gap`."""
-        # Tokens are sent to clients one after the other, so a gap can be longer than the step.
-        return max(gap - cost.host.delivery_jitter(decodes), gap / 2) / cost.margin
+    def _planned_step(self, cost: CostModel, max_step: float, decodes: int) -> float:
+        """Longest predicted step, in seconds, with which gaps are still as short as a step of `max_step` promises.
 
-    def _is_harmless(self, load: StepLoad) -> bool:
+        Tokens are sent to clients one after the other, so a gap can be longer than the step.
+        """
+        return max(max_step - cost.host.delivery_jitter(decodes), max_step / 2) / cost.margin
+
+    def _grants_wish(self, load: StepLoad) -> bool:
         """Whether prefills are nearly as fast with the gap wish as with the gap target."""
-        if load.wish >= min(load.gap, load.soft_gap):
+        if load.wished_max_step >= min(load.promised_max_step, load.default_max_step):
             return False
-        pace = self.pace(self.cost, load.beside, 0)
-        return self.pace(self.cost, load.beside._replace(gap=load.wish), 0) >= HARMLESS * pace
+        pace = self.pace(self.cost, load.decode_load, 0)
+        wished = load.decode_load._replace(promised_max_step=load.wished_max_step)
+        return self.pace(self.cost, wished, 0) >= WISH_PACE_SHARE * pace
 
-    def step(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        if not beside.has_target:
-            return IDLE_STEP
-        seconds = self._within(cost, beside.gap, beside.decodes)
-        if beside.soft_gap < beside.gap:
-            soft = self._within(cost, beside.soft_gap, beside.decodes)
-            seconds = min(seconds, max(soft, self._yielding_step(cost, beside)))
+    def step_seconds(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+        if not decode_load.has_target:
+            return IDLE_STEP_S
+        seconds = self._planned_step(cost, decode_load.promised_max_step, decode_load.num_decodes)
+        if decode_load.default_max_step < decode_load.promised_max_step:
+            default = self._planned_step(cost, decode_load.default_max_step, decode_load.num_decodes)
+            seconds = min(seconds, max(default, self._relaxed_step(cost, decode_load)))
         return seconds
 
-    def _yielding_step(self, cost: CostModel, beside: Beside) -> float:
-        """Seconds of the step in which prefills reach YIELDS of the pace that `chunked` would give."""
-        overhead = cost.overhead(beside.decodes, beside.context, 0)
-        chunked = self._chunked.step(cost, beside, 0)
-        return min(chunked, overhead / (1 - YIELDS * (1 - overhead / chunked)))
+    def _relaxed_step(self, cost: CostModel, decode_load: DecodeLoad) -> float:
+        """Seconds of the step in which prefill reaches DEFAULT_PACE_SHARE of the pace that `chunked` would give."""
+        overhead = cost.overhead(decode_load.num_decodes, decode_load.context, 0)
+        chunked = self._chunked.step_seconds(cost, decode_load, 0)
+        return min(chunked, overhead / (1 - DEFAULT_PACE_SHARE * (1 - overhead / chunked)))
 
     def starves(self, load: StepLoad) -> bool:
-        if not load.shape.decodes or load.gap == math.inf:
+        if not load.shape.decodes or load.promised_max_step == math.inf:
             return False
-        beside = load.beside._replace(soft_gap=math.inf)
-        return self.pace(self.cost, beside, 0) < STARVED * self._chunked.pace(self.cost, beside, 0)
+        decodes = load.decode_load._replace(default_max_step=math.inf)
+        return self.pace(self.cost, decodes, 0) < STARVED_PACE_SHARE * self._chunked.pace(self.cost, decodes, 0)
 
-    def pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        step = self.step(cost, beside, reach)
-        return cost.pace(beside.decodes, beside.context, reach, self.tokens - beside.decodes, step)
+    def pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+        step, decodes = self.step_seconds(cost, decode_load, reach), decode_load.num_decodes
+        return cost.pace(decodes, decode_load.context, reach, self.tokens - decodes, step)
 
-    def squeezed_pace(self, cost: CostModel, beside: Beside, reach: float) -> float:
-        shape = StepShape(beside.decodes, decodes=beside.decodes, context=beside.context)
-        pace, seconds = cost.small_slice_pace(shape, max(0, int(reach) - LEAST_SLICE), LEAST_SLICE)
-        if seconds * cost.bias > min(beside.gap, self.step(cost, beside, reach) * cost.margin):
-            return 0.0
-        return pace
+    def small_slice_pace(self, cost: CostModel, decode_load: DecodeLoad, reach: float) -> float:
+        shape = StepShape(decode_load.num_decodes, decodes=decode_load.num_decodes, context=decode_load.context)
+        pace, seconds = cost.small_slice_pace(shape, max(0, int(reach) - LEAST_SLICE_TOKENS), LEAST_SLICE_TOKENS)
+        most = min(decode_load.promised_max_step, self.step_seconds(cost, decode_load, reach) * cost.margin)
+        return 0.0 if seconds * cost.bias > most else pace
 
 
 class TokenBudget:
     """A number of tokens, whatever they cost."""
 
-    reason = "token budget"
+    prefill_limit = "token budget"
 
     def __init__(self, tokens: int) -> None:
         self.tokens = max(0, tokens)
@@ -226,35 +237,35 @@ class TokenBudget:
     def room(self, first: int, wanted: int) -> int:
         return min(self.tokens, wanted)
 
-    def take(self, first: int, count: int) -> None:
+    def spend(self, first: int, count: int) -> None:
         self.tokens -= count
 
     def tighten(self, seconds: float, *, is_promised: bool) -> None:
         pass
 
-    def limit_batch(self) -> None:
+    def limit_flex(self) -> None:
         pass
 
 
 class PromptBudget(TokenBudget):
     """Whole prompts only: as many as fit into the tokens, or a single larger one."""
 
-    reason = "whole prompts"
+    prefill_limit = "whole prompts"
 
     def __init__(self, tokens: int) -> None:
         super().__init__(tokens)
-        self.empty = True
+        self.is_empty = True
 
     def room(self, first: int, wanted: int) -> int:
-        return wanted if self.empty or wanted <= self.tokens else 0
+        return wanted if self.is_empty or wanted <= self.tokens else 0
 
-    def take(self, first: int, count: int) -> None:
-        super().take(first, count)
-        self.empty = False
+    def spend(self, first: int, count: int) -> None:
+        super().spend(first, count)
+        self.is_empty = False
 
 
 class TimeBudget:
-    """Seconds of predicted time for the whole step. `idle` means that no decode in it has a gap target."""
+    """Seconds of predicted time for the whole step."""
 
     def __init__(
         self,
@@ -262,53 +273,56 @@ class TimeBudget:
         shape: StepShape,
         seconds: float,
         tokens: int,
-        gap: float,
-        batch_seconds: float = math.inf,
-        yielding: Callable[[], float] = lambda: 0.0,
+        max_step: float,
+        flex_seconds: float = math.inf,
+        relaxed_step: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`yielding` returns the seconds to which default targets may shorten the step. Few steps need to know."""
+        """A step may take `max_step` seconds without the margin for noise, and `flex_seconds` with flex prompts.
+
+        `relaxed_step` computes how short a default target may make the step. A function, because few steps need it.
+        """
         self.cost = cost
         self.shape = shape
         self.seconds = seconds
         self.tokens = tokens
-        self.gap = gap
-        self.batch_seconds = batch_seconds
-        self.yielding = yielding
-        self.idle = gap == math.inf
-        self.reason = "no gap target" if self.idle else "gap target"
+        self.max_step = max_step
+        self.flex_seconds = flex_seconds
+        self.relaxed_step = relaxed_step
+        self.has_no_target = max_step == math.inf  # no decode of the step has a gap target
+        self.prefill_limit = "no gap target" if self.has_no_target else "gap target"
 
     def room(self, first: int, wanted: int) -> int:
         most = min(wanted, self.tokens)
         if most <= 0:
             return 0
         fitting = self.cost.best_slice(self.shape, first, most, self.seconds)
-        least = min(most, LEAST_SLICE)
-        if fitting < least and not self.shape.slices and self._may_squeeze(first, least):
+        least = min(most, LEAST_SLICE_TOKENS)
+        if fitting < least and not self.shape.slices and self._may_exceed(first, least):
             return least
         return fitting
 
-    def _may_squeeze(self, first: int, count: int) -> bool:
+    def _may_exceed(self, first: int, count: int) -> bool:
         """Whether the smallest slice may run although it does not fit, so that prefills always progress.
 
-        On an idle step it always may, however slow the machine. Otherwise the step must meet the gap without the margin
-        for noise.
+        If no decode has a gap target, it always may, however slow the machine is. Otherwise the step must be short
+        enough without the margin for noise.
         """
-        squeezed = self.cost.with_slice(self.shape, first, count)
-        return self.idle or self.cost.predict(squeezed) * self.cost.bias <= self.gap
+        least = self.cost.with_slice(self.shape, first, count)
+        return self.has_no_target or self.cost.predict(least) * self.cost.bias <= self.max_step
 
-    def take(self, first: int, count: int) -> None:
+    def spend(self, first: int, count: int) -> None:
         self.shape = self.cost.with_slice(self.shape, first, count)
         self.tokens -= count
 
     def tighten(self, seconds: float, *, is_promised: bool) -> None:
         limit = seconds / self.cost.margin
         if not is_promised:
-            # If many first tokens are late, one in each step would be all that is read, and all would be later still.
-            limit = max(limit, self.yielding())
+            # If many first tokens are late, short steps for each would slow all prompts down.
+            limit = max(limit, self.relaxed_step())
         self.seconds = min(self.seconds, limit)
-        if self.idle:  # such a step may be long, but a first token must not wait for other prompts
+        if self.has_no_target:  # such a step may be long, but a first token must not wait for other prompts
             self.seconds = min(self.seconds, 2 * self.cost.predict(self.shape))
 
-    def limit_batch(self) -> None:
-        self.seconds = min(self.seconds, self.batch_seconds)
-        self.gap = min(self.gap, self.batch_seconds * self.cost.margin)
+    def limit_flex(self) -> None:
+        self.seconds = min(self.seconds, self.flex_seconds)
+        self.max_step = min(self.max_step, self.flex_seconds * self.cost.margin)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from weft.core.shape import StepShape, slice_pairs, slice_reach, with_slice
 
 Array = NDArray[np.float64]
-# Number of decodes up to which each costs most. H200 with Llama-3-8B: 30 us each up to about 16, 11 us each beyond.
-FEW = 16
-BETTER = 1.02  # gain in tokens per second that is needed to choose a smaller slice than the largest
+# The first decodes of a step cost more than further ones. H200 with Llama-3-8B: 30 us each up to about 16, then 11 us.
+FEW_DECODES = 16
+WORTHWHILE_GAIN = 1.02  # factor in tokens per second that a smaller slice must gain to be chosen instead of the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Coefficients:
     context: float  # per token of context that a decode reads
     reach: float = 0.0  # per token of context that a wave of a prefill slice reads, however many queries it has
     prefill: float = 0.0  # per step with prefill slices, however many: host time for which the device waits
-    few: float = 0.0  # per decode, for the first FEW decodes; added to `decode`
+    few: float = 0.0  # per decode, for the first FEW_DECODES decodes; added to `decode`
     # Tokens, not seconds. A step with a prefill is timed as if its tokens were rounded up to a multiple of `grain`.
     grain: int = field(default=1, kw_only=True)
     # Queries, not seconds. So many queries of a slice read the context together; 0: all of them.
@@ -79,16 +79,19 @@ class Coefficients:
 
     def padded(self, shape: StepShape) -> StepShape:
         """The shape with its tokens rounded up to a multiple of `grain`, if it has prefill slices."""
-        return shape if self.grain == 1 or not shape.slices else shape._replace(tokens=self._places(shape.tokens))
+        return (
+            shape if self.grain == 1 or not shape.slices else shape._replace(tokens=self._padded_tokens(shape.tokens))
+        )
 
-    def _places(self, tokens: int) -> int:
+    def _padded_tokens(self, tokens: int) -> int:
+        """Tokens rounded up to a multiple of `grain`."""
         return -(-tokens // self.grain) * self.grain
 
     def predict(self, shape: StepShape) -> float:
         tokens, pairs, slices, decodes, context, reach = shape
         factor = 1.0
         if slices:
-            tokens = self._places(tokens)
+            tokens = self._padded_tokens(tokens)
             factor = self._size_factor(tokens)
         return factor * (
             self.fixed
@@ -98,29 +101,30 @@ class Coefficients:
             + self.context * context
             + self.reach * reach
             + (self.prefill if slices else 0.0)
-            + self.rows(decodes)
+            + self.decode_seconds(decodes)
         )
 
     def size_factor(self, shape: StepShape) -> float:
         """Factor by which a step of this size takes longer than the line through all sizes."""
-        return self._size_factor(self._places(shape.tokens)) if shape.slices else 1.0
+        return self._size_factor(self._padded_tokens(shape.tokens)) if shape.slices else 1.0
 
-    def _size_factor(self, places: int) -> float:
-        return self.sizes[min(places // self.grain, len(self.sizes)) - 1] if self.sizes else 1.0
+    def _size_factor(self, padded_tokens: int) -> float:
+        return self.sizes[min(padded_tokens // self.grain, len(self.sizes)) - 1] if self.sizes else 1.0
 
-    def rows(self, decodes: int) -> float:
+    def decode_seconds(self, decodes: int) -> float:
         """Seconds that decodes add to a step, without reading their contexts."""
-        return self.decode * decodes + self.few * min(decodes, FEW)
+        return self.decode * decodes + self.few * min(decodes, FEW_DECODES)
 
     def prefill_seconds(self, first: int, count: int) -> float:
         """Seconds that `count` tokens from position `first` add to steps bound by arithmetic, in full waves."""
         return self.token * count + (self.pair + self.wave_pair) * slice_pairs(first, count)
 
-    def prompt_seconds(self, first: Array, left: Array) -> Array:
-        """Seconds to prefill `left` tokens from `first`, per prompt. Half of the last wave and grain is padding."""
-        seconds = self.token * left + (self.pair + self.wave_pair) * left * (first + (left + 1) / 2)
+    def prompt_seconds(self, first: Array, remaining: Array) -> Array:
+        """Seconds to prefill `remaining` tokens from `first`, by prompt. Half of the last wave and grain is padding."""
+        seconds = self.token * remaining + (self.pair + self.wave_pair) * remaining * (first + (remaining + 1) / 2)
         if self.wave:
-            seconds += np.minimum(1.0, left / self.wave) / 2 * (self.token * self.grain + self.reach * (first + left))
+            lump = self.token * self.grain + self.reach * (first + remaining)
+            seconds += np.minimum(1.0, remaining / self.wave) / 2 * lump
         return seconds
 
     def overhead(self, decodes: int, context: float, reach: float) -> float:
@@ -134,7 +138,7 @@ class Coefficients:
             + self.prefill
             + self.slice
             + self.token * decodes
-            + self.rows(decodes)
+            + self.decode_seconds(decodes)
             + self.context * context
             + read
         )
@@ -152,7 +156,7 @@ class Coefficients:
         return (self.token + self.wave_pair * reach / 2) * max(0, tokens)
 
     def pace(self, decodes: int, context: float, reach: float, tokens: int, limit: float) -> float:
-        """Seconds of prefill work done in a second, if steps take at most `limit` seconds and carry these decodes.
+        """Share of the device's time that is left for prefill, in steps of at most `limit` seconds with these decodes.
 
         A slice has at most `tokens` tokens, of a prompt with `reach` tokens. 0 if the decodes fill the step.
         """
@@ -161,8 +165,8 @@ class Coefficients:
             return 0.0
         if self._is_lumpy:
             most = max(1, tokens)
-            middle = self._efficiency(decodes, context, int(reach / 2), most, limit)
-            return min(middle, self._efficiency(decodes, context, int(reach), most, limit))
+            middle = self._pace_at(decodes, context, int(reach / 2), most, limit)
+            return min(middle, self._pace_at(decodes, context, int(reach), most, limit))
         overhead = self.overhead(decodes, context, reach)
         # If `tokens` limits the step, attention grows with the prompt: a quarter of the final context is counted.
         work = (self.token + self.pair * reach / 4) * max(0, tokens)
@@ -182,30 +186,30 @@ class Coefficients:
         """Whether the time of a slice does not grow evenly with its tokens."""
         return bool(self.wave) or self.grain > 1
 
-    def _efficiency(self, decodes: int, context: float, first: int, most: int, limit: float) -> float:
-        """Share of a step's time that is prefill work (see `prefill_seconds`).
+    def _pace_at(self, decodes: int, context: float, first: int, most: int, limit: float) -> float:
+        """Pace at position `first` of a prompt: the share of a step's time that is `prefill_seconds`.
 
         The step has these decodes and as much of a prefill from position `first` as `limit` seconds allow, at most
         `most` tokens. The result is close to what `best_slice` would give, and faster to compute.
         """
         token, pair, reach, grain, sizes = self.token, self.pair, self.reach, self.grain, self.sizes
-        overhead = self.fixed + self.rows(decodes) + self.context * context + self.slice + self.prefill
-        left = limit - overhead
-        each = token + pair * first  # without waves
+        overhead = self.fixed + self.decode_seconds(decodes) + self.context * context + self.slice + self.prefill
+        available = limit - overhead  # seconds for prefill
+        each = token + pair * first  # seconds per token, without waves
         wave = self.wave or most
-        waves = int(left / max(wave * each + reach * first, 1e-12)) if self.wave else 0
+        waves = int(available / max(wave * each + reach * first, 1e-12)) if self.wave else 0
         both = pair + self.wave_pair
         best = 0.0
         for number in (0.125, waves, waves + 1) if waves else (0.125, 1):  # if no wave fits, an eighth of one may
-            room = min((left - reach * first * number) / max(each, 1e-12), 1e9)
-            count = min(int(wave * number), most, int(room) // grain * grain - decodes)
+            most_tokens = min((available - reach * first * number) / max(each, 1e-12), 1e9)
+            count = min(int(wave * number), most, int(most_tokens) // grain * grain - decodes)
             if count > 0:  # the hot path of admission: no calls that can be avoided
                 pairs = count * (first + (count + 1) / 2)
-                places = -(-(decodes + count) // grain) * grain
-                arithmetic = max(self.weights, token * places)
+                padded = -(-(decodes + count) // grain) * grain
+                arithmetic = max(self.weights, token * padded)
                 seconds = overhead + arithmetic + pair * pairs + reach * slice_reach(first, count, self.wave)
                 if sizes:
-                    seconds *= sizes[min(places // grain, len(sizes)) - 1]
+                    seconds *= sizes[min(padded // grain, len(sizes)) - 1]
                 best = max(best, (token * count + both * pairs) / max(seconds, 1e-12))
         return best
 
@@ -235,7 +239,7 @@ class Coefficients:
             for count in (self._whole(shape, largest), waves, self._whole(shape, waves)):
                 if 0 < count < largest:
                     without = self.predict(self.with_slice(shape, first, count))
-                    if count * seconds > BETTER * best * without:
+                    if count * seconds > WORTHWHILE_GAIN * best * without:
                         best, seconds = count, without
         return best
 

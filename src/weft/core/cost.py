@@ -1,4 +1,4 @@
-"""The cost model: answers how long a step takes, how many tokens fit into a time, and how fast prompts are read."""
+"""CostModel: how long a step takes, how many tokens fit into a time, and how fast prompts are prefilled."""
 
 import math
 from collections import deque
@@ -9,13 +9,11 @@ from numpy.typing import NDArray
 
 from weft.core.coefficients import Coefficients
 from weft.core.drift import Drift
-from weft.core.host import HostCost
+from weft.core.host_cost import HostCost
 from weft.core.refit import Refit
 from weft.core.shape import StepShape
 
-MOST_SPREAD = (
-    0.15  # limit of a calibration's spread as the first margin; the real error is learnt in some hundred steps
-)
+MOST_SPREAD = 0.15  # limit of the spread that a calibration states; the real spread is learnt in some hundred steps
 
 Array = NDArray[np.float64]
 
@@ -64,9 +62,9 @@ class CostModel:
         """Seconds of a step."""
         return self.coefficients.predict(shape)
 
-    def tail(self, shape: StepShape) -> float:
-        """Seconds that one step of decodes in a hundred exceeds, which a promise allows."""
-        return self.coefficients.predict(shape) * self.decode.tail
+    def p99_seconds(self, shape: StepShape) -> float:
+        """Seconds that only one decode step in a hundred exceeds. A promise allows that."""
+        return self.coefficients.predict(shape) * self.decode.p99_factor
 
     def with_slice(self, shape: StepShape, first: int, count: int) -> StepShape:
         """The shape with one more prefill slice."""
@@ -83,9 +81,9 @@ class CostModel:
         """Seconds that `count` tokens from position `first` add to steps bound by arithmetic."""
         return self.coefficients.prefill_seconds(first, count)
 
-    def prompt_seconds(self, first: Array, left: Array) -> Array:
-        """Seconds to prefill `left` tokens from `first`, per prompt."""
-        return self.coefficients.prompt_seconds(first, left)
+    def prompt_seconds(self, first: Array, remaining: Array) -> Array:
+        """Seconds to prefill `remaining` tokens from `first`, by prompt."""
+        return self.coefficients.prompt_seconds(first, remaining)
 
     def overhead(self, decodes: int, context: float, reach: float) -> float:
         """Seconds of a step with a prefill that are not prefill work."""
@@ -100,7 +98,7 @@ class CostModel:
         return self.coefficients.slice_work(tokens, reach)
 
     def pace(self, decodes: int, context: float, reach: float, tokens: int, limit: float) -> float:
-        """Seconds of prefill work done in a second, beside these decodes, in steps of at most `limit` seconds."""
+        """Share of the device's time left for prefill, in steps of at most `limit` seconds with these decodes."""
         return self.coefficients.pace(decodes, context, reach, tokens, limit)
 
     def small_slice_pace(self, shape: StepShape, first: int, tokens: int) -> tuple[float, float]:
@@ -129,10 +127,10 @@ class CostModel:
                 self.prefill, self.decode = Drift(self._refit.mean, spread), Drift(self._refit.mean, spread)
                 self._stale = self.STALE
 
-    def rest(self, seconds: float) -> None:
+    def note_idle(self, seconds: float) -> None:
         """The device was idle for `seconds`."""
-        self.prefill.rest(seconds)
-        self.decode.rest(seconds)
+        self.prefill.note_idle(seconds)
+        self.decode.note_idle(seconds)
 
     def errors(self) -> Errors | None:
         """Errors of the last REPORTED steps; None if no step was observed."""

@@ -12,22 +12,23 @@ class Drift:
     deviation.
     """
 
-    MEMORY = 256  # steps over which centre and spread are averaged
-    PRIOR = 16  # weight of the initial spread, in steps
-    PRIOR_MEAN = 4  # weight of the initial centre, in steps; small, so that a bias is not mistaken for spread
+    RECENT_STEPS = 256  # steps over which the recent centre and spread are averaged
+    PRIOR_STEPS = 16  # weight of the initial spread, in steps
+    PRIOR_MEAN_STEPS = 4  # weight of the initial centre, in steps; small, so that a bias is not mistaken for spread
     WITHIN = 0.6827  # share of normal errors within one standard deviation
-    SPREADS = 3.5  # spreads above the centre: apart from hiccups, only a few steps in ten thousand take longer
-    TAIL = 2.33  # spreads above the centre: one step in a hundred takes longer, which a promise allows
-    LEAST = 1e-4  # smallest spread from which the spread can still grow
-    LASTING = 4096  # steps over which the lasting error is averaged
-    IDLE = 2.0  # seconds without steps after which a third of the difference from the lasting error remains
+    MARGIN_SPREADS = 3.5  # spreads above the centre: apart from hiccups, only a few steps in ten thousand take longer
+    P99_SPREADS = 2.33  # spreads above the centre: one step in a hundred takes longer, which a promise allows
+    SMALLEST_SPREAD = 1e-4  # smallest spread; the spread grows by factors, so it must not become 0
+    LASTING_STEPS = 4096  # steps over which the lasting centre and spread are averaged
+    IDLE_DECAY_S = 2.0  # idle seconds after which a third of the distance to the lasting error remains
 
     def __init__(self, mean: float, spread: float) -> None:
         self.mean = mean
         self.spread = spread
-        # The error without bursts and noise of other programs. Idle times return to it.
+        # Averages over so many steps that bursts and noise of other programs hardly change them. In idle times, the
+        # recent centre and spread return to them.
         self._lasting_mean = mean
-        self._lasting_spread = max(spread, self.LEAST)
+        self._lasting_spread = max(spread, self.SMALLEST_SPREAD)
         self._seen = 0
 
     @property
@@ -38,30 +39,31 @@ class Drift:
     @property
     def margin(self) -> float:
         """Factor on a prediction such that almost no step takes longer."""
-        return math.exp(self.mean + self.SPREADS * self.spread)
+        return math.exp(self.mean + self.MARGIN_SPREADS * self.spread)
 
     @property
-    def tail(self) -> float:
+    def p99_factor(self) -> float:
         """Factor on a prediction such that one step in a hundred takes longer."""
-        return math.exp(self.mean + self.TAIL * self.spread)
+        return math.exp(self.mean + self.P99_SPREADS * self.spread)
 
     def observe(self, error: float) -> None:
+        """Learns from the log(measured / predicted) of one step."""
         error -= self.mean
-        self._seen = min(self._seen + 1, self.MEMORY)
+        self._seen = min(self._seen + 1, self.RECENT_STEPS)
         most = 2 * self.spread + 0.02
-        self.mean += min(max(error, -most), most) / min(self.PRIOR_MEAN + self._seen, self.MEMORY)
-        weight = 1 / min(self.PRIOR + self._seen, self.MEMORY)
-        outside = abs(error) > max(self.spread, self.LEAST)
+        self.mean += min(max(error, -most), most) / min(self.PRIOR_MEAN_STEPS + self._seen, self.RECENT_STEPS)
+        weight = 1 / min(self.PRIOR_STEPS + self._seen, self.RECENT_STEPS)
+        outside = abs(error) > max(self.spread, self.SMALLEST_SPREAD)
         if outside:
-            self.spread = max(self.spread, self.LEAST) * math.exp(2 * weight * self.WITHIN)
+            self.spread = max(self.spread, self.SMALLEST_SPREAD) * math.exp(2 * weight * self.WITHIN)
         else:
             self.spread *= math.exp(-2 * weight * (1 - self.WITHIN))
-        self._lasting_mean += (self.mean - self._lasting_mean) / self.LASTING
-        self._lasting_spread += (self.spread - self._lasting_spread) / self.LASTING
+        self._lasting_mean += (self.mean - self._lasting_mean) / self.LASTING_STEPS
+        self._lasting_spread += (self.spread - self._lasting_spread) / self.LASTING_STEPS
 
-    def rest(self, seconds: float) -> None:
-        """Forgets recent errors, after `seconds` without a step."""
-        kept = math.exp(-seconds / self.IDLE)
-        self.mean = self._lasting_mean + kept * (self.mean - self._lasting_mean)
+    def note_idle(self, seconds: float) -> None:
+        """Moves the recent error towards the lasting one, after `seconds` without a step."""
+        remaining = math.exp(-seconds / self.IDLE_DECAY_S)
+        self.mean = self._lasting_mean + remaining * (self.mean - self._lasting_mean)
         if self.spread > self._lasting_spread:
-            self.spread = self._lasting_spread + kept * (self.spread - self._lasting_spread)
+            self.spread = self._lasting_spread + remaining * (self.spread - self._lasting_spread)

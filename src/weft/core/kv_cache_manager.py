@@ -1,4 +1,4 @@
-"""KVCacheManager: which request holds which KV blocks, what the prefix cache has, and what is on its way in."""
+"""KVCacheManager: the blocks of each running request, the prefix cache, and blocks reserved for incoming contents."""
 
 from collections.abc import Collection, Hashable, Sequence
 from itertools import chain
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.blocks import BlockPool
-from weft.core.prefix import BeforeReuse, NamedBlocks, PrefixCache
+from weft.core.prefix import BeforeReuse, HashedBlocks, PrefixCache
 from weft.core.request import Request
 from weft.core.running import RunningRequests
 from weft.core.slots import ints
@@ -31,9 +31,9 @@ class KVCacheManager:
         before_reuse: BeforeReuse | None = None,
     ) -> None:
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(self.pool, enable_prefix_caching, before_reuse)
-        self.incoming: list[NamedBlocks] = []  # blocks whose contents are on their way in; no request can use them
+        self.block_pool = BlockPool(num_blocks)
+        self.cache = PrefixCache(self.block_pool, enable_prefix_caching, before_reuse)
+        self.incoming: list[HashedBlocks] = []  # reserved for contents that have not arrived; no request can use them
         self._running = running
         self._slots = running.slots
         self._new_slots: list[int] = []  # block table entries since the last batch: slot, column, block
@@ -45,11 +45,11 @@ class KVCacheManager:
 
     @property
     def free_share(self) -> float:
-        return self.pool.num_free / self.pool.num_blocks
+        return self.block_pool.num_free / self.block_pool.num_blocks
 
     def free_tokens(self) -> int:
         """Tokens of KV memory that new requests can use."""
-        return self.unclaimed() * self.block_size
+        return self.num_unclaimed() * self.block_size
 
     # The prefix cache
 
@@ -57,77 +57,77 @@ class KVCacheManager:
         """Blocks of a waiting request's prompt that are in the prefix cache."""
         return self.cache.match(request.hashes, 0, self._shareable(request))
 
-    def take_cached(self, request: Request) -> int:
-        """Appends cached blocks that other requests have computed or planned since the last call.
+    def reuse_cached_blocks(self, request: Request) -> int:
+        """Appends cached blocks to a prefilling request: blocks that other requests have computed or planned.
 
-        Returns the number of tokens that need not be computed.
+        Returns the number of tokens that the request need not compute.
         """
         slots, slot = self._slots, request.slot
         planned = int(slots.planned[slot])
         if not request.reuse_prefix or planned != slots.capacity[slot]:
             return 0
-        # The last known token is always computed: the next token is sampled from its output.
-        stop = (int(slots.known[slot]) - 1) // self.block_size
+        # The last token is always computed, because the next token is sampled from its output.
+        stop = (int(slots.num_tokens[slot]) - 1) // self.block_size
         blocks = self.cache.match(request.hashes, len(request.blocks), stop)
         for block in blocks:
-            self.pool.retain(block)
+            self.block_pool.retain(block)
         self._append(request, blocks)
-        request.named = len(request.blocks)
-        gained = len(blocks) * self.block_size
-        slots.planned[slot] += gained
-        return gained
+        request.num_cached_blocks = len(request.blocks)
+        cached_tokens = len(blocks) * self.block_size
+        slots.planned[slot] += cached_tokens
+        return cached_tokens
 
-    def name_blocks(self, request: Request, stop: int) -> None:
+    def cache_full_blocks(self, request: Request, stop: int) -> None:
         """Inserts the request's full blocks up to `stop` into the prefix cache, as far as their hashes are known."""
-        start, stop = request.named, min(stop, len(request.hashes))
+        start, stop = request.num_cached_blocks, min(stop, len(request.hashes))
         if stop > start:
             self.cache.insert(request.hashes[start:stop], request.blocks[start:stop])
-            request.named = stop
+            request.num_cached_blocks = stop
 
     def clear_cache(self) -> None:
         """Empties the prefix cache. Running requests keep their blocks, but these are no longer in the cache."""
         self.cache.clear()
         for request in self._running:
-            request.named = len(request.blocks)
+            request.num_cached_blocks = len(request.blocks)
 
     def _shareable(self, request: Request) -> int:
-        """Most blocks that a request may take from the prefix cache. Its last token is always computed."""
-        return (request.known - 1) // self.block_size if request.reuse_prefix else 0
+        """Most blocks that a request may have from the prefix cache. Its last token is always computed."""
+        return (request.num_tokens - 1) // self.block_size if request.reuse_prefix else 0
 
     # Blocks of running requests
 
-    def fits(self, request: Request, gone: Collection[Request] = ()) -> bool:
-        """Whether the uncached part of the prompt fits into free blocks, with room for running requests to grow.
+    def has_room(self, request: Request, gone: Collection[Request] = ()) -> bool:
+        """Whether the uncached part of the prompt fits into free blocks, beside what running requests need soon.
 
         Assumes that the requests in `gone` do not run any more.
         """
         if len(self._running) == len(gone):
             return True
-        free = self.unclaimed(gone)
-        if free < 1:  # its last block is never shared, so it needs at least one: skip the lookup
+        free = self.num_unclaimed(gone)
+        if free < 1:  # every request needs at least one block, because its last block is never shared: skip the lookup
             return False
         hits = self.cached_prefix(request)
-        unused_hits = sum(self.pool.refs[block] == 0 for block in hits)
-        return self.blocks_for(request.known) - len(hits) + unused_hits <= free
+        unused_hits = sum(self.block_pool.refs[block] == 0 for block in hits)
+        return self.blocks_for(request.num_tokens) - len(hits) + unused_hits <= free
 
-    def unclaimed(self, gone: Collection[Request] = ()) -> int:
-        """Free blocks plus blocks of the requests in `gone`, minus blocks that other running requests need soon."""
+    def num_unclaimed(self, gone: Collection[Request] = ()) -> int:
+        """Free blocks, plus blocks of the requests in `gone`, minus blocks that other running requests need soon."""
         claimed = sum(
-            self.blocks_for(int(self._slots.known[other.slot])) - len(other.blocks)
+            self.blocks_for(int(self._slots.num_tokens[other.slot])) - len(other.blocks)
             for other in self._running.prefilling
             if other not in gone
         )
         growth_reserve = len(self._running) - len(gone)  # one block per request
         freed = sum(len(other.blocks) for other in gone)  # an upper bound: some may be shared
-        return self.pool.num_free + freed - claimed - growth_reserve
+        return self.block_pool.num_free + freed - claimed - growth_reserve
 
-    def grow(self, request: Request, count: int) -> None:
+    def allocate_blocks(self, request: Request, count: int) -> None:
         """Gives a request `count` more blocks, which must be free."""
-        self._append(request, self.pool.allocate(max(0, count)))
+        self._append(request, self.block_pool.allocate(max(0, count)))
 
-    def grow_all(self, short: NDArray[np.int64]) -> None:
-        """Adds one block to each of these slots at once: the common case of a decode step."""
-        blocks = self.pool.allocate(len(short))
+    def allocate_block_each(self, short: NDArray[np.int64]) -> None:
+        """Gives each of these slots one more block: the usual case of a decode step."""
+        blocks = self.block_pool.allocate(len(short))
         slots = short.tolist()
         for slot, block in zip(slots, blocks, strict=True):
             request = self._running.at(slot)
@@ -141,17 +141,17 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Frees the blocks of a request that gives up its seat. Its new block table entries are not needed any more."""
         if request.slot in self._new_slots:
-            stay = [index for index, slot in enumerate(self._new_slots) if slot != request.slot]
-            self._new_slots = [self._new_slots[index] for index in stay]
-            self._new_columns = [self._new_columns[index] for index in stay]
-            self._new_blocks = [self._new_blocks[index] for index in stay]
+            others = [index for index, slot in enumerate(self._new_slots) if slot != request.slot]
+            self._new_slots = [self._new_slots[index] for index in others]
+            self._new_columns = [self._new_columns[index] for index in others]
+            self._new_blocks = [self._new_blocks[index] for index in others]
         request.account.blocks -= len(request.blocks)
-        self.pool.release(request.blocks, keep=self.cache.named)
+        self.block_pool.release(request.blocks, keep=self.cache.cached_blocks)
         request.blocks = []
-        request.named = 0
+        request.num_cached_blocks = 0
 
-    def take_updates(self) -> BlockUpdates:
-        """The block table entries since the last batch."""
+    def pop_updates(self) -> BlockUpdates:
+        """Returns the block table entries since the last call, and forgets them."""
         updates = BlockUpdates(ints(self._new_slots), ints(self._new_columns), ints(self._new_blocks))
         self._new_slots, self._new_columns, self._new_blocks = [], [], []
         return updates
@@ -167,48 +167,48 @@ class KVCacheManager:
 
     # Blocks whose contents come from elsewhere
 
-    def expect_blocks(self, names: Sequence[Hashable]) -> NamedBlocks | None:
-        """Reserves blocks for contents that come from elsewhere, without the first ones that are cached already.
+    def reserve_incoming(self, hashes: Sequence[Hashable]) -> HashedBlocks | None:
+        """Reserves blocks for incoming contents with these hashes. Leading blocks that are cached already are skipped.
 
         None if running requests leave no room for them, or if more than MOST_INCOMING of all blocks would be reserved.
-        Ask `is_expected` on the loop's thread before each write to the blocks.
+        Before each write to the blocks, ask `is_incoming` on the loop's thread.
         """
-        names = names[len(self.cache.match(names, 0, len(names))) :]
-        reserved = sum(len(one.blocks) for one in self.incoming) + len(names)
-        if len(names) > self.unclaimed() or reserved > MOST_INCOMING * self.pool.num_blocks:
+        hashes = hashes[len(self.cache.match(hashes, 0, len(hashes))) :]
+        num_reserved = sum(len(one.blocks) for one in self.incoming) + len(hashes)
+        if len(hashes) > self.num_unclaimed() or num_reserved > MOST_INCOMING * self.block_pool.num_blocks:
             return None
-        expected = NamedBlocks(list(names), self.pool.allocate(len(names)))
-        self.incoming.append(expected)
-        return expected
+        reserved = HashedBlocks(list(hashes), self.block_pool.allocate(len(hashes)))
+        self.incoming.append(reserved)
+        return reserved
 
-    def is_expected(self, expected: NamedBlocks) -> bool:
+    def is_incoming(self, reserved: HashedBlocks) -> bool:
         """Whether blocks are still reserved. After a reset they may belong to requests."""
-        return any(one is expected for one in self.incoming)
+        return any(one is reserved for one in self.incoming)
 
-    def end_transfer(self, expected: NamedBlocks, *, arrived: bool) -> bool:
+    def end_transfer(self, reserved: HashedBlocks, *, arrived: bool) -> bool:
         """Puts blocks that have arrived into the prefix cache, or frees blocks that will not.
 
-        Nothing may write to the blocks afterwards. Returns False if they are not expected any more, after a reset.
+        Nothing may write to the blocks afterwards. Returns False if they are not reserved any more, after a reset.
         """
-        if not self.is_expected(expected):
+        if not self.is_incoming(reserved):
             return False
-        self.incoming = [one for one in self.incoming if one is not expected]
+        self.incoming = [one for one in self.incoming if one is not reserved]
         if arrived:
-            self.cache.insert(expected.names, expected.blocks)
-        self.pool.release(expected.blocks, keep=self.cache.named)
+            self.cache.insert(reserved.hashes, reserved.blocks)
+        self.block_pool.release(reserved.blocks, keep=self.cache.cached_blocks)
         return True
 
     def check_integrity(self) -> None:
-        self.pool.check_integrity()
+        self.block_pool.check_integrity()
         self.cache.check_integrity()
-        refs = [0] * self.pool.num_blocks
+        refs = [0] * self.block_pool.num_blocks
         for request in self._running:
             assert self._slots.capacity[request.slot] == len(request.blocks) * self.block_size
-        held = (request.blocks for request in self._running)
-        for block in chain.from_iterable([*held, *(expected.blocks for expected in self.incoming)]):
+        used = (request.blocks for request in self._running)
+        for block in chain.from_iterable([*used, *(reserved.blocks for reserved in self.incoming)]):
             refs[block] += 1
-        assert refs == self.pool.refs, "references and block tables disagree"
-        for expected in self.incoming:
-            assert not any(block in self.cache.named for block in expected.blocks), (
+        assert refs == self.block_pool.refs, "references and block tables disagree"
+        for reserved in self.incoming:
+            assert not any(block in self.cache.cached_blocks for block in reserved.blocks), (
                 "a block is in the cache before its contents have arrived"
             )

@@ -10,18 +10,20 @@
 from dataclasses import dataclass
 
 from weft.core.admission import Admission, AdmitAll, DeadlineAdmission
-from weft.core.budget import Allowance, FixedTokens, UpToTheGap, WholePrompts
+from weft.core.budget import BudgetPolicy, FixedBudgetPolicy, LatencyBudgetPolicy, WholePromptPolicy
 from weft.core.cost import CostModel
-from weft.core.host import HostCost
-from weft.core.queue import ByArrival, BySlack, Order
+from weft.core.host_cost import HostCost
+from weft.core.order import ByArrival, BySlack, Order
 from weft.core.shape import StepShape
 
 
 @dataclass(frozen=True)
 class Policy:
-    allowance: Allowance
-    order: Order
-    admission: Admission
+    """Three parts that decide, and the cost model that they share."""
+
+    budget_policy: BudgetPolicy  # how much prefill a step may carry
+    order: Order  # which prompt goes first
+    admission: Admission  # which requests are refused, and which may start
     cost: CostModel | None = None  # None: nothing is known about the device
 
     @property
@@ -37,29 +39,29 @@ class Policy:
         if self.cost is not None and predicted is not None:
             self.cost.observe(shape, predicted, measured)
 
-    def rest(self, seconds: float) -> None:
+    def note_idle(self, seconds: float) -> None:
         """The device was idle for `seconds`."""
         if self.cost is not None:
-            self.cost.rest(seconds)
+            self.cost.note_idle(seconds)
 
-    def work(self, tokens: int) -> float:
+    def recompute_cost(self, tokens: int) -> float:
         """Cost to compute `tokens` tokens from the start: seconds, or tokens without a cost model."""
         return tokens if self.cost is None else self.cost.prefill_seconds(0, tokens)
 
 
 def chunked(max_num_batched_tokens: int) -> Policy:
-    return Policy(FixedTokens(max_num_batched_tokens), ByArrival(), AdmitAll())
+    return Policy(FixedBudgetPolicy(max_num_batched_tokens), ByArrival(), AdmitAll())
 
 
 def monolithic(max_num_batched_tokens: int) -> Policy:
-    return Policy(WholePrompts(max_num_batched_tokens), ByArrival(), AdmitAll())
+    return Policy(WholePromptPolicy(max_num_batched_tokens), ByArrival(), AdmitAll())
 
 
 def slo(cost: CostModel, max_num_batched_tokens: int) -> Policy:
-    allowance = UpToTheGap(cost, max_num_batched_tokens)
-    return Policy(allowance, BySlack(cost), DeadlineAdmission(cost, allowance), cost)
+    budget_policy = LatencyBudgetPolicy(cost, max_num_batched_tokens)
+    return Policy(budget_policy, BySlack(cost), DeadlineAdmission(cost, budget_policy), cost)
 
 
 def slo_order(cost: CostModel, chunk: int) -> Policy:
-    allowance = FixedTokens(chunk)
-    return Policy(allowance, BySlack(cost), DeadlineAdmission(cost, allowance), cost)
+    budget_policy = FixedBudgetPolicy(chunk)
+    return Policy(budget_policy, BySlack(cost), DeadlineAdmission(cost, budget_policy), cost)

@@ -1,4 +1,4 @@
-"""PrefillPass: the second pass of a plan. It gives slices to prompts, in the policy's order, within the budget."""
+"""PrefillPass: the second pass of a plan. It plans prefill slices in the policy's order, within the budget."""
 
 import math
 from dataclasses import dataclass
@@ -37,18 +37,18 @@ class PrefillPass:
         """
         budget = self._budget(load)
         if not self.running.prefilling and not self.queue:
-            return budget.reason
+            return budget.prefill_limit
         builder, slots = self.builder, self.running.slots
         order = PrefillOrder(self.running.prefilling, self.queue, self.policy.order.overtakes, load.start)
         while (request := order.next()) is not None:
-            if request.batch:
-                budget.limit_batch()
+            if request.flex:
+                budget.limit_flex()
             if request.state is State.WAITING:
                 preemptions = builder.preemptions
                 if not self._start(request, budget, load, order):
                     continue
                 if builder.preemptions > preemptions and not builder.prefills:
-                    load = self.decodes.load(load.start)  # the victims' targets no longer count
+                    load = self.decodes.step_load(load.start)  # without the targets of the victims
                     budget = self._budget(load)
             order.served(request)
             if not self._plan_slice(request, budget):
@@ -56,30 +56,31 @@ class PrefillPass:
                     break
                 continue
             request.account.unserved_since = load.start
-            if request.first_token is None and slots.planned[request.slot] == slots.known[request.slot]:
-                budget.tighten(request.due - load.start, is_promised=request.deadline < math.inf)
-        return budget.reason
+            if request.first_token is None and slots.planned[request.slot] == slots.num_tokens[request.slot]:
+                budget.tighten(request.due - load.start, is_promised=request.promised_due < math.inf)
+        return budget.prefill_limit
 
     def _budget(self, load: StepLoad) -> Budget:
         if self.running.has_wishes:
-            load = load._replace(wish=self.decodes.tightest_wish())
-        return self.policy.allowance.budget(load)
+            load = load._replace(wished_max_step=self.decodes.wished_max_step())
+        return self.policy.budget_policy.budget(load)
 
     def _start(self, request: Request, budget: Budget, load: StepLoad, order: PrefillOrder) -> bool:
-        """Gives a waiting request a seat if there is room. Returns whether it did.
+        """Gives a waiting request a seat if it may start now. Returns whether it did.
 
-        If a request does not fit, no smaller request overtakes it. If its tenant has used its share, requests of other
-        tenants go on. A request is passed over if the decode step would then break a promised gap, until that step is
-        shorter. A held request is passed over until it is released.
+        Otherwise one of three things follows for the requests behind it in this step:
+        - no seat, slot, memory or budget: no further request starts, so that no smaller request overtakes it (`close`)
+        - the tenant is over its share, or a flex request finds no slack: its line stops (`close_line`)
+        - the decode step would break a promised gap, or its grammar mask is not ready: only it waits (`pass_over`)
         """
-        if request.held:
+        if request.awaits_mask:
             order.pass_over(request)
             return False
         if request.slot >= 0 or budget.room(0, 1) < 1 or not self.running.slots.num_free:
             order.close()
             return False
-        blocks = self.kv.blocks_for(request.known)
-        if self.tenants.is_over(request.account, batch=request.batch, seats=1, blocks=blocks):
+        blocks = self.kv.blocks_for(request.num_tokens)
+        if self.tenants.is_over(request.account, flex=request.flex, seats=1, blocks=blocks):
             order.close_line(request)
             return False
         for victim in self.preemption.victims_for_start(request, load):
@@ -87,8 +88,8 @@ class PrefillPass:
         if not self.preemption.has_room(request):
             order.close()
             return False
-        if not self.decodes.may_join(request, load):
-            if request.batch:  # thousands may wait behind it, and they find no slack either
+        if not self.decodes.fits_decode_step(request, load):
+            if request.flex:  # thousands may wait behind it; they would find no slack either
                 order.close_line(request)
             else:
                 order.pass_over(request)
@@ -97,24 +98,25 @@ class PrefillPass:
         return True
 
     def _plan_slice(self, request: Request, budget: Budget) -> int:
-        """Plans the request's next slice. Returns its length; 0 if the budget is spent or blocks are lacking."""
+        """Plans the request's next slice. Returns its tokens; 0 if the budget is spent or blocks are short."""
         slots, slot = self.running.slots, request.slot
-        self._take_cached(request)
-        first, known = int(slots.planned[slot]), int(slots.known[slot])
-        count = budget.room(first, known - first)
-        if count < 1 or not self.lifecycle.grow(request, self.kv.blocks_for(first + count) - len(request.blocks)):
+        self._reuse_cached_blocks(request)
+        first, num_tokens = int(slots.planned[slot]), int(slots.num_tokens[slot])
+        count = budget.room(first, num_tokens - first)
+        new_blocks = self.kv.blocks_for(first + count) - len(request.blocks)
+        if count < 1 or not self.lifecycle.allocate_blocks(request, new_blocks):
             return 0
-        budget.take(first, count)
+        budget.spend(first, count)
         self.builder.add(request, first, count)
         slots.planned[slot] = first + count
         # Insert the blocks into the prefix cache now, so that an equal prompt in the same step shares them. This is
         # safe: executors run batches in order, and a forward pass writes all its keys and values before it reads any.
-        self.kv.name_blocks(request, (first + count) // self.kv.block_size)
+        self.kv.cache_full_blocks(request, (first + count) // self.kv.block_size)
         return count
 
-    def _take_cached(self, request: Request) -> None:
-        """Appends cached blocks that other requests have computed or planned since the last call."""
-        gained = self.kv.take_cached(request)
-        self.builder.cached_tokens += gained
+    def _reuse_cached_blocks(self, request: Request) -> None:
+        """Appends cached blocks that other requests have computed or planned by now."""
+        cached_tokens = self.kv.reuse_cached_blocks(request)
+        self.builder.cached_tokens += cached_tokens
         if not request.preemptions:
-            request.cached_tokens += gained
+            request.cached_tokens += cached_tokens

@@ -1,4 +1,4 @@
-"""PrefixCache: maps content hashes to KV blocks. The pool owns the blocks."""
+"""PrefixCache: maps block hashes to KV blocks. The BlockPool owns the blocks."""
 
 from collections.abc import Callable, Container, Hashable, Sequence
 from typing import NamedTuple
@@ -6,30 +6,31 @@ from typing import NamedTuple
 from weft.core.blocks import BlockPool
 
 
-class NamedBlocks(NamedTuple):
-    """Blocks, and the hashes of their contents."""
+class HashedBlocks(NamedTuple):
+    """Blocks and their block hashes."""
 
-    names: list[Hashable]
+    hashes: list[Hashable]
     blocks: list[int]
 
 
-BeforeReuse = Callable[[NamedBlocks], None]
+BeforeReuse = Callable[[HashedBlocks], None]
 
 
 class PrefixCache:
-    """Full blocks by the hash of their content and of all content before it, so equal hashes mean equal prefixes.
+    """Full blocks by their block hash. It covers the block's content and all content before it, so equal hashes mean
+    equal prefixes.
 
-    A block is named if it has a hash here. It stays usable in the free list until the pool allocates it again.
+    A block is cached if it has a hash here. It stays usable in the free list until the pool allocates it again.
     """
 
     def __init__(self, pool: BlockPool, enabled: bool = True, before_reuse: BeforeReuse | None = None) -> None:
-        """`before_reuse` gets the named blocks that are allocated again, while they still hold their contents."""
+        """`before_reuse` gets the cached blocks that are allocated again, while they still have their contents."""
         self.enabled = enabled
         self._before_reuse = before_reuse
         self._pool = pool
         self._block_of: dict[Hashable, int] = {}
         self._hash_of: dict[int, Hashable] = {}
-        pool.on_evict = self._forget
+        pool.on_evict = self._evict
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -50,13 +51,13 @@ class PrefixCache:
         if not self.enabled:
             return
         block_of, hash_of = self._block_of, self._hash_of
-        for digest, block in zip(hashes, blocks, strict=True):
-            if digest not in block_of and block not in hash_of:
-                block_of[digest] = block
-                hash_of[block] = digest
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            if block_hash not in block_of and block not in hash_of:
+                block_of[block_hash] = block
+                hash_of[block] = block_hash
 
     @property
-    def named(self) -> Container[int]:
+    def cached_blocks(self) -> Container[int]:
         """The blocks in the cache."""
         return self._hash_of
 
@@ -66,18 +67,18 @@ class PrefixCache:
         self._hash_of.clear()
 
     def check_integrity(self) -> None:
-        assert len(self._block_of) == len(self._hash_of), "names and blocks do not pair"
-        assert all(self._block_of[digest] == block for block, digest in self._hash_of.items()), (
-            "a name points elsewhere"
+        assert len(self._block_of) == len(self._hash_of), "hashes and blocks do not pair"
+        assert all(self._block_of[block_hash] == block for block, block_hash in self._hash_of.items()), (
+            "a hash points to another block"
         )
 
-    def _forget(self, blocks: list[int]) -> None:
+    def _evict(self, blocks: list[int]) -> None:
         block_of, hash_of = self._block_of, self._hash_of
         if self._before_reuse is not None:
             lost = [block for block in blocks if block in hash_of]
             if lost:
-                self._before_reuse(NamedBlocks([hash_of[block] for block in lost], lost))
+                self._before_reuse(HashedBlocks([hash_of[block] for block in lost], lost))
         for block in blocks:
-            digest = hash_of.pop(block, None)
-            if digest is not None:
-                del block_of[digest]
+            block_hash = hash_of.pop(block, None)
+            if block_hash is not None:
+                del block_of[block_hash]

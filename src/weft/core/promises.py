@@ -12,18 +12,18 @@ class Source(enum.IntEnum):
     """Origin of a target."""
 
     DEFAULT = 0  # affects order and step sizes, never causes a refusal, and may be missed under load
-    OPERATOR = 1  # kept, or the request is refused; no promise if even an idle machine could not keep it
-    REQUEST = 2  # kept, or the request is refused
+    OPERATOR = 1  # promised: kept, or the request is refused. Dropped if even an idle machine would miss it
+    REQUEST = 2  # promised: kept, or the request is refused
 
 
 class Promise(NamedTuple):
-    """Targets of one request. A target with source DEFAULT is a goal, not a promise."""
+    """Latency targets of one request. A target with source DEFAULT is a goal, not a promise."""
 
     ttft: float = math.inf  # seconds from arrival to the first token
     ttft_source: Source = Source.DEFAULT
     gap: float = math.inf  # seconds between tokens
     gap_source: Source = Source.DEFAULT
-    gap_wish: float = math.inf  # a smaller gap than promised, granted while it costs other prompts next to nothing
+    gap_wish: float = math.inf  # a smaller gap than `gap`, granted while it hardly slows prefill (see WISH_PACE_SHARE)
 
     @property
     def promised_ttft(self) -> float:
@@ -56,14 +56,14 @@ class Targets:
 
         This is the only definition: the scheduler, the response headers and the metrics all use it. If a request asks
         for a smaller gap than the server's, that is a wish: the promises to all requests come first. A constrained
-        request gets a token every CONSTRAINED_STEPS steps, so its promised gap is multiplied by that.
+        request gets a token every CONSTRAINED_STEPS steps, so its gap is multiplied by that.
         """
         steps = CONSTRAINED_STEPS if constrained else 1
-        firm_ttft = self.first_token(prompt_tokens) if ttft is None else ttft
+        ttft_target = self.first_token(prompt_tokens) if ttft is None else ttft
         ttft_source = self.ttft_source if ttft is None else Source.REQUEST
         if gap is None:
-            return Promise(firm_ttft, ttft_source, steps * max(self.gap, self.min_gap), self.gap_source)
-        own, server = max(gap, steps * self.min_gap), steps * self.gap
-        if own >= server:
-            return Promise(firm_ttft, ttft_source, own, Source.REQUEST)
-        return Promise(firm_ttft, ttft_source, server, self.gap_source, own)
+            return Promise(ttft_target, ttft_source, steps * max(self.gap, self.min_gap), self.gap_source)
+        asked, server = max(gap, steps * self.min_gap), steps * self.gap
+        if asked >= server:
+            return Promise(ttft_target, ttft_source, asked, Source.REQUEST)
+        return Promise(ttft_target, ttft_source, server, self.gap_source, asked)

@@ -1,99 +1,52 @@
-"""The queue: waiting requests in one line per class and tenant, and the order in which requests prefill."""
+"""WaitingQueue: waiting requests in one line per class and tenant. PrefillOrder: which request prefills next."""
 
-import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.cost import CostModel
-from weft.core.promises import Source
-from weft.core.request import Rank, Request, State
-from weft.core.tenants import DEBT, Account
+from weft.core.order import QUEUE_PATIENCE_S
+from weft.core.request import OrderKey, Request, State
+from weft.core.tenants import MOST_LEAD, Account
 from weft.errors import QueueFullError
-
-BEHIND = 1.0  # seconds that a prompt is put back for each earlier prompt of the same user that waits
-# Seconds that a request without a promise is put back. After that it goes before requests with a promise that must
-# start later. A tenant that got no slice for so long goes first.
-PATIENCE = 10.0
-
-
-class Order(Protocol):
-    """How a policy orders prefills."""
-
-    fair: bool  # whether the tenant with the least service goes first
-    overtakes: bool  # whether a waiting request may go before a running prefill
-
-    def rank(self, request: Request) -> Rank:
-        """Class and precedence, then the order within them. It does not change while a request is queued."""
-        ...
-
-
-class ByArrival:
-    fair = False
-    overtakes = False
-
-    def rank(self, request: Request) -> Rank:
-        # Precedence is ignored (0): it orders prompts within one tenant, but here all tenants share one line.
-        return (request.batch, request.priority, 0, request.arrival, request.id)
-
-
-class BySlack:
-    """The request that must start soonest goes first. It must start at its due time minus its prefill time.
-
-    This start time is fixed, so waiting always improves a request's position. If a user sends many prompts at once, all
-    but the first are put back for a limited time.
-    """
-
-    fair = True
-    overtakes = True
-
-    def __init__(self, cost: CostModel) -> None:
-        self.cost = cost
-
-    def rank(self, request: Request) -> Rank:
-        if request.due == math.inf:
-            start = request.arrival + PATIENCE
-        else:
-            start = request.due - self.cost.prefill_seconds(0, request.known)
-            if request.ttft_source is Source.DEFAULT:  # promised requests go first
-                start += PATIENCE
-        start += BEHIND * request.ahead
-        return (request.batch, request.priority, request.precedence, start, request.arrival, request.id)
 
 
 class LineKey(NamedTuple):
-    """One class (batch, priority) and one tenant."""
+    """One class (flex, priority) and one tenant."""
 
-    batch: bool
+    flex: bool
     priority: int
     account: Account
 
+    @property
+    def class_key(self) -> tuple[bool, int]:
+        return self.flex, self.priority
+
 
 class QueueLine:
-    """Waiting requests of one class and tenant, in order of rank."""
+    """Waiting requests of one class and tenant, in the order of their keys."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.rows = bytearray()  # `packed` of each request, in the same order
+        self.rows = bytearray()  # `forecast_row` of each request, in the same order
 
     def add(self, request: Request) -> None:
-        place = bisect_left(self.requests, request.rank, key=rank_of)
-        self.requests.insert(place, request)
-        offset = place * len(request.packed)
-        self.rows[offset:offset] = request.packed
+        index = bisect_left(self.requests, request.order_key, key=order_key_of)
+        self.requests.insert(index, request)
+        offset = index * len(request.forecast_row)
+        self.rows[offset:offset] = request.forecast_row
 
     def remove(self, request: Request) -> None:
-        place = bisect_left(self.requests, request.rank, key=rank_of)
-        while self.requests[place] is not request:
-            place += 1
-        del self.requests[place]
-        size = len(request.packed)
-        del self.rows[place * size : (place + 1) * size]
+        index = bisect_left(self.requests, request.order_key, key=order_key_of)
+        while self.requests[index] is not request:
+            index += 1
+        del self.requests[index]
+        size = len(request.forecast_row)
+        del self.rows[index * size : (index + 1) * size]
 
 
 class WaitingQueue:
@@ -113,7 +66,7 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         self.lines.setdefault(line_of(request), QueueLine()).add(request)
-        self.tokens += request.known
+        self.tokens += request.num_tokens
         self._count += 1
 
     def remove(self, request: Request) -> None:
@@ -122,7 +75,7 @@ class WaitingQueue:
         line.remove(request)
         if not line.requests:
             del self.lines[key]
-        self.tokens -= request.known
+        self.tokens -= request.num_tokens
         self._count -= 1
 
     def heads(self) -> list[Request]:
@@ -130,10 +83,12 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         for line in self.lines.values():
-            assert line.requests == sorted(line.requests, key=rank_of), "a line is out of order"
-            assert line.rows == b"".join(request.packed for request in line.requests), "a line's rows are out of order"
+            assert line.requests == sorted(line.requests, key=order_key_of), "a line is out of order"
+            assert line.rows == b"".join(request.forecast_row for request in line.requests), (
+                "a line's rows are out of order"
+            )
         assert self._count == sum(1 for _ in self), "the queue miscounts its requests"
-        assert self.tokens == sum(request.known for request in self), "the queue miscounts its tokens"
+        assert self.tokens == sum(request.num_tokens for request in self), "the queue miscounts its tokens"
 
 
 class QueueLimits(NamedTuple):
@@ -145,35 +100,35 @@ class QueueLimits(NamedTuple):
     def check(self, request: Request, waiting: int, tokens: int) -> None:
         """Raises QueueFullError if the queue has no room for this request.
 
-        `waiting` requests, with `tokens` to prefill, are in it. Requests that will get a free seat do not count: they
-        will not wait long.
+        `waiting` requests, with `tokens` to prefill, are in it. Requests that will get a free seat do not count:
+        they will not wait long.
         """
         if self.requests is not None and waiting >= self.requests:
             raise QueueFullError(
                 f"{waiting} requests wait already, max_queued_requests={self.requests}: try again later"
             )
-        if self.tokens is not None and tokens and tokens + request.known > self.tokens:
+        if self.tokens is not None and tokens and tokens + request.num_tokens > self.tokens:
             raise QueueFullError(
-                f"{tokens} tokens of prompts wait already; with {request.known} more they would exceed "
+                f"{tokens} tokens of prompts wait already; with {request.num_tokens} more they would exceed "
                 f"max_queued_tokens={self.tokens}: try again later"
             )
 
 
 class PrefillOrder:
-    """The order in which requests get slices in one plan that begins at `now`."""
+    """The order in which requests get prefill slices in one plan, which begins at `now`."""
 
     def __init__(self, started: list[Request], queue: WaitingQueue, overtakes: bool, now: float) -> None:
         self._queue = queue
         self._overtakes = overtakes
-        self._admitting = True
+        self._may_start = True
         self._started = _by_line(started)
-        self._passed: Counter[LineKey] = Counter()  # per line of the queue: requests passed over
-        self._closed: set[LineKey] = set()
+        self._passed: Counter[LineKey] = Counter()  # by line: number of waiting requests that were passed over
+        self._closed: set[LineKey] = set()  # lines from which no further request starts
         lines = dict.fromkeys((*self._started, *queue.lines))
         heads = [head for line in lines if (head := self._head(line)) is not None]
         self._levels = Levels(heads, now)
         # One head per line. After a charge, only the served line gets a new key. The tenant's lines in other classes
-        # keep an old key. That is harmless, because the class is compared first.
+        # keep their old keys. That is harmless, because the class is compared first.
         self._heads = [(self._key(head), head) for head in heads]
         heapify(self._heads)
 
@@ -183,48 +138,48 @@ class PrefillOrder:
             request = self._heads[0][1]
             if request is self._head(line_of(request)):
                 return request
-            self._replace(line_of(request))  # preempted by this plan, or no longer admitted
+            self._replace(line_of(request))  # not valid any more: preempted by this plan, or its line was closed
         return None
 
     def served(self, request: Request) -> None:
-        """The request got its turn. If it waited, it has left the queue already."""
+        """The caller has tried to give the request a slice. If it waited, it has left the queue already."""
         line = line_of(request)
         if request in self._started.get(line, ()):
             self._started[line].remove(request)
         self._replace(line)
 
     def pass_over(self, request: Request) -> None:
-        """A waiting request cannot start now, but requests behind it in its line may."""
+        """Skips a waiting request that cannot start now. Requests behind it in its line may start."""
         self._passed[line_of(request)] += 1
         self._replace(line_of(request))
 
     def close_line(self, request: Request) -> None:
-        """Stops admission from this request's line in this step. Other lines go on."""
+        """No further request of this line starts in this step. Other lines go on."""
         self._closed.add(line_of(request))
         self._replace(line_of(request))
 
     def close(self) -> None:
-        """Stops all admission in this step. Running prefills go on."""
-        self._admitting = False
+        """No further request starts in this step. Running prefills go on."""
+        self._may_start = False
 
     def _head(self, line: LineKey) -> Request | None:
         """The next request of a line: a running prefill or a waiting request.
 
-        A waiting request goes before a running prefill only if the policy allows that and its rank is smaller.
+        A waiting request goes before a running prefill only if the policy allows that and its key is smaller.
         """
         started = self._started.get(line)
         while started and started[0].state is not State.RUNNING:
             started.popleft()  # preempted by this plan
-        under_way = started[0] if started else None
-        waits = None
-        if self._admitting and line not in self._closed:
+        running = started[0] if started else None
+        waiting = None
+        if self._may_start and line not in self._closed:
             queued = self._queue.lines.get(line)
-            waiting = queued.requests if queued is not None else []
-            place = self._passed[line]
-            waits = waiting[place] if place < len(waiting) else None
-        if under_way is None or waits is None:
-            return under_way or waits
-        return waits if self._overtakes and waits.rank < under_way.rank else under_way
+            requests = queued.requests if queued is not None else []
+            index = self._passed[line]
+            waiting = requests[index] if index < len(requests) else None
+        if running is None or waiting is None:
+            return running or waiting
+        return waiting if self._overtakes and waiting.order_key < running.order_key else running
 
     def _replace(self, line: LineKey) -> None:
         heappop(self._heads)
@@ -232,21 +187,21 @@ class PrefillOrder:
         if head is not None:
             heappush(self._heads, (self._key(head), head))
 
-    def _key(self, request: Request) -> tuple[bool, Rank, float, Rank]:
+    def _key(self, request: Request) -> tuple[bool, tuple[bool, int], float, OrderKey]:
         behind = request.state is State.WAITING and not self._overtakes
-        # Precedence (rank[2]) is left out: it counts only within the line of a tenant.
-        return behind, request.rank[:2], self._levels.of(request, service_of(request)), request.rank[3:]
+        # Precedence (order_key[2]) is left out: it counts only within the line of a tenant.
+        return behind, request.class_key, self._levels.of(request, service_of(request)), request.order_key[3:]
 
 
 class Levels:
-    """Sort keys of tenants: service received, at most DEBT above the least served tenant."""
+    """Sort keys of tenants: service received, at most MOST_LEAD above the least served tenant."""
 
     def __init__(self, heads: list[Request], now: float) -> None:
-        self._most = min(map(service_of, heads), default=0.0) + DEBT
+        self._most = min(map(service_of, heads), default=0.0) + MOST_LEAD
         self._now = now
 
     def of(self, request: Request, service: float) -> float:
-        """Level of a request; smaller goes first. A tenant without a slice for PATIENCE seconds goes first."""
+        """Level of a request; smaller goes first. A tenant without a slice for QUEUE_PATIENCE_S goes first."""
         return -1.0 if self._is_starved(request.account) else min(service, self._most)
 
     def of_all(self, account: Account, service: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -254,12 +209,12 @@ class Levels:
         return np.full(len(service), -1.0) if self._is_starved(account) else np.minimum(service, self._most)
 
     def _is_starved(self, account: Account) -> bool:
-        return self._now - account.unserved_since > PATIENCE
+        return self._now - account.unserved_since > QUEUE_PATIENCE_S
 
 
 def _by_line(requests: Iterable[Request]) -> dict[LineKey, deque[Request]]:
     lines: dict[LineKey, deque[Request]] = {}
-    for request in sorted(requests, key=rank_of):
+    for request in sorted(requests, key=order_key_of):
         lines.setdefault(line_of(request), deque()).append(request)
     return lines
 
@@ -270,13 +225,8 @@ def service_of(request: Request) -> float:
 
 
 def line_of(request: Request) -> LineKey:
-    return LineKey(request.batch, request.priority, request.account)
+    return LineKey(request.flex, request.priority, request.account)
 
 
-def class_of(request: Request) -> Rank:
-    """The class of a request as the policy orders it."""
-    return request.rank[:2]
-
-
-def rank_of(request: Request) -> Rank:
-    return request.rank
+def order_key_of(request: Request) -> OrderKey:
+    return request.order_key

@@ -1,4 +1,4 @@
-"""Learns better coefficients from served steps. New coefficients are used only after they have proved to be better.
+"""Refit: learns better coefficients from served steps. They are used only after they have proved to be better.
 
 Served steps say little about single coefficients. Most steps are close to the gap target, most only decode, and their
 quantities grow and shrink together. A free fit would explain such steps well and all others badly. So the fit finds one
@@ -14,33 +14,33 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.coefficients import FEW, Coefficients
+from weft.core.coefficients import FEW_DECODES, Coefficients
 from weft.core.shape import StepShape
 
 Array = NDArray[np.float64]
 COLUMNS = 7  # of a sample: the fields of StepShape and the seconds
 
-WINDOW = 1024  # steps; a window ends here if it has QUOTA steps of both kinds (decode only, with prefill)
-QUOTA = 64
-LONGEST_WINDOW = 8 * WINDOW  # steps; a window ends here if one kind is rare
-FEWEST = 8  # samples of a kind that are needed to judge it
+WINDOW_STEPS = 1024  # steps; a window ends here if it has QUOTA_STEPS of both kinds (decode only, with prefill)
+QUOTA_STEPS = 64
+LONGEST_WINDOW = 8 * WINDOW_STEPS  # steps; a window ends here if one kind is rare
+FEWEST_SAMPLES = 8  # samples of a kind that are needed to judge it
 
-SAMPLES = 384  # most samples of a kind that a window keeps
-PAST = 128  # most samples of a kind kept from earlier windows, so that a fit sees more than one load
+MOST_SAMPLES = 384  # most samples of a kind that a window keeps
+MOST_PAST_SAMPLES = 128  # most samples of a kind kept from earlier windows, so that a fit sees more than one load
 
 ROUNDS = 5
 HUBER = 1.345  # spreads; a larger error counts in proportion to its size, not its square
 LEAST_SPREAD = 0.01  # smallest spread of the relative error; no machine is more regular
 PULL = 0.1  # expected relative distance of a multiplier from the common factor, unless the steps say otherwise
-APART = 4.0  # largest factor by which one fit may move a coefficient relative to the others
-REACH = 16.0  # largest factor by which all fits together may move it from its initial value
+MOST_FIT_CHANGE = 4.0  # largest factor by which one fit may move a coefficient relative to the others
+MOST_TOTAL_CHANGE = 16.0  # largest factor by which all fits together may move it from its initial value
 
 # New coefficients are used if all three conditions hold.
 CLEARLY = 0.9  # the median error of a kind of step falls below this share of the old one
 BY_CHANCE = 1.5  # more steps improve than by chance: three standard deviations of a fair coin
 NOT_WORSE = 1.05  # no percentile of either kind grows by more than this factor, which chance explains
-TRIFLE = 0.005  # smaller errors count as this one
-LEVEL = 0.03  # logarithm; a smaller common factor is left to the margin of the cost model
+TRIFLE = 0.005  # smaller relative errors count as this one
+LEAST_COMMON_ERROR = 0.03  # logarithm; a smaller common factor is left to the margin of the cost model
 
 
 class Reservoir:
@@ -53,7 +53,7 @@ class Reservoir:
 
     def add(self, shape: StepShape, seconds: float) -> None:
         if self.seen % self.stride == 0:
-            if len(self.samples) == SAMPLES:
+            if len(self.samples) == MOST_SAMPLES:
                 del self.samples[1::2]
                 self.stride *= 2
             self.samples.append((*shape, seconds))
@@ -104,13 +104,13 @@ class Refit:
     def _open(self) -> None:
         self._decode, self._prefill = Reservoir(), Reservoir()
         self._steps = 0
-        self._due = WINDOW
+        self._due = WINDOW_STEPS
 
     def _end_window(self) -> Coefficients | None:
         """Ends the window if it has enough steps: judges the candidate of the window before, and fits a new one."""
         decode, prefill = self._decode, self._prefill
-        if min(decode.seen, prefill.seen) < QUOTA and self._steps < LONGEST_WINDOW:
-            self._due += QUOTA
+        if min(decode.seen, prefill.seen) < QUOTA_STEPS and self._steps < LONGEST_WINDOW:
+            self._due += QUOTA_STEPS
             return None
         window = FitWindow((decode.array(), prefill.array()), (decode.seen, prefill.seen))
         self._open()
@@ -134,7 +134,7 @@ class Refit:
         level = _centre(old, window.seen)
         if _better(_around(old, level), _around(new, _centre(new, window.seen))):
             return vector
-        if abs(level) > LEVEL and _is_common(factor, old):
+        if abs(level) > LEAST_COMMON_ERROR and _is_common(factor, old):
             scaled = self._within_reach(self._vector * math.exp(factor))
             return None if np.array_equal(scaled, self._vector) else scaled
         return None
@@ -152,7 +152,7 @@ class Refit:
         self._candidate = Candidate(self._within_reach(self._vector * multipliers), level)
 
     def _within_reach(self, vector: Array) -> Array:
-        return np.clip(vector, self._start / REACH, self._start * REACH)
+        return np.clip(vector, self._start / MOST_TOTAL_CHANGE, self._start * MOST_TOTAL_CHANGE)
 
 
 def fit_multipliers(vector: Array, samples: Array, common: float) -> Array:
@@ -170,7 +170,7 @@ def fit_multipliers(vector: Array, samples: Array, common: float) -> Array:
     if not len(ratio):
         return apart * common
     for _ in range(ROUNDS):
-        # Which steps are bound by bytes depends on the multipliers, so the two are found in turns.
+        # Which steps are bound by bytes depends on the multipliers, so the two are found alternately.
         by_bytes = shares[:, 1] * apart[1] >= shares[:, 2] * apart[2]
         design = shares.copy()
         design[by_bytes, 2] = 0.0
@@ -180,7 +180,7 @@ def fit_multipliers(vector: Array, samples: Array, common: float) -> Array:
         weighted = design * np.minimum(1.0, HUBER * spread / np.maximum(errors, 1e-12))[:, None]
         pull = (spread / PULL) ** 2
         normal = weighted.T @ design + pull * np.eye(len(vector))
-        apart = np.clip(np.linalg.solve(normal, weighted.T @ ratio + pull), 1 / APART, APART)
+        apart = np.clip(np.linalg.solve(normal, weighted.T @ ratio + pull), 1 / MOST_FIT_CHANGE, MOST_FIT_CHANGE)
     return apart * common
 
 
@@ -189,7 +189,7 @@ def _parts(vector: Array, samples: Array) -> Array:
     parts = np.ones((len(samples), len(vector)))
     parts[:, 2:-2] = samples[:, :-1]
     parts[:, -2] = samples[:, 2] > 0
-    parts[:, -1] = np.minimum(samples[:, 3], FEW)
+    parts[:, -1] = np.minimum(samples[:, 3], FEW_DECODES)
     parts *= vector
     return parts
 
@@ -217,7 +217,7 @@ def _better(old: list[Array], new: list[Array]) -> bool:
     """Whether one kind of step is predicted clearly better, and no kind worse at the median or in the tail."""
     clearly = False
     for before, after in zip(old, new, strict=True):
-        if len(before) < FEWEST:
+        if len(before) < FEWEST_SAMPLES:
             continue
         was, now = (np.maximum(np.percentile(e, (50, 90, 99)), TRIFLE) for e in (before, after))
         if (now > was * NOT_WORSE).any():
@@ -229,7 +229,7 @@ def _better(old: list[Array], new: list[Array]) -> bool:
 
 def _is_common(factor: float, errors: list[Array]) -> bool:
     """Whether both kinds of step are off by about this much."""
-    medians = [float(np.median(e)) for e in errors if len(e) >= FEWEST]
+    medians = [float(np.median(e)) for e in errors if len(e) >= FEWEST_SAMPLES]
     return all(abs(median - factor) < abs(median) / 2 for median in medians)
 
 
@@ -246,4 +246,4 @@ def _moments(errors: list[Array], seen: tuple[int, int]) -> tuple[float, float]:
 
 
 def _thinned(samples: Array) -> Array:
-    return samples[:: max(1, -(-len(samples) // PAST))]
+    return samples[:: max(1, -(-len(samples) // MOST_PAST_SAMPLES))]

@@ -1,4 +1,4 @@
-"""RunningRequests: the requests that have a seat, their slots, and which of them still prefill."""
+"""RunningRequests: the requests that have a seat, their slots, and the ones that still prefill."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from weft.core.slots import Slots
 
 
 class RunningRequests:
-    """Owns the seats (at most `max_num_seqs` running requests) and the slots behind them.
+    """Owns the seats (at most `max_num_seqs` requests run at a time) and the slots.
 
-    A slot is freed later than its seat: a step in flight may still use it.
+    A slot is freed later than its seat, because a step in flight may still use it.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -22,9 +22,9 @@ class RunningRequests:
         self.slots = Slots(max_num_seqs)
         self.requests: set[Request] = set()
         self.prefilling: list[Request] = []  # running requests with prompt tokens left to plan
-        self.leaving: list[Request] = []  # without a seat; a step in flight may still use their slot
-        self._classes: Counter[tuple[bool, int]] = Counter()  # running requests per class (batch, priority)
-        self._wishing = 0  # running requests with a gap wish below their gap target
+        self.retiring: list[Request] = []  # have no seat any more; a step in flight may still use their slots
+        self._classes: Counter[tuple[bool, int]] = Counter()  # running requests per class (flex, priority)
+        self._num_wishing = 0  # running requests with a gap wish below their gap target
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -35,19 +35,20 @@ class RunningRequests:
     @property
     def has_wishes(self) -> bool:
         """Whether a running request wishes for a smaller gap than its target."""
-        return self._wishing > 0
+        return self._num_wishing > 0
 
-    def take_seat(self, request: Request) -> None:
-        self.slots.take(request)
+    def add(self, request: Request) -> None:
+        """Gives a request a seat and a slot."""
+        self.slots.reserve(request)
         request.state = State.RUNNING
-        request.packed = b""  # not kept while running: it changes with every slice
+        request.forecast_row = b""  # not kept while running: it changes with every slice
         self.requests.add(request)
         self.prefilling.append(request)
         request.account.seats += 1
         self._classes[request.class_key] += 1
-        self._wishing += request.wishes_more
+        self._num_wishing += request.has_gap_wish
 
-    def leave_seat(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Frees the seat at once. `retire_slots` frees the slot."""
         self.requests.remove(request)
         if request in self.prefilling:
@@ -55,20 +56,20 @@ class RunningRequests:
         self.slots.decoding[request.slot] = False
         request.account.seats -= 1
         self._classes[request.class_key] -= 1
-        self._wishing -= request.wishes_more
-        self.leaving.append(request)
+        self._num_wishing -= request.has_gap_wish
+        self.retiring.append(request)
 
     def retire_slots(self) -> None:
         """Frees slots of requests without a seat, once no step in flight uses them.
 
-        A slot that is given up while a plan is made is reused only by a later plan.
+        A slot that is freed while a plan is made is reused only by a later plan.
         """
-        if self.leaving:
-            staying = [request for request in self.leaving if self.slots.in_flight[request.slot]]
-            for request in self.leaving:
-                if not self.slots.in_flight[request.slot]:
-                    self.slots.give_back(request)
-            self.leaving = staying
+        if self.retiring:
+            staying = [request for request in self.retiring if self.slots.num_in_flight[request.slot]]
+            for request in self.retiring:
+                if not self.slots.num_in_flight[request.slot]:
+                    self.slots.free(request)
+            self.retiring = staying
 
     def at(self, slot: int) -> Request:
         request = self.slots.occupant[slot]
@@ -80,14 +81,14 @@ class RunningRequests:
 
     def has_lower_class(self, request: Request) -> bool:
         """Whether a running request is of a lower class than this one."""
-        own = request.class_key
-        return any(other > own for other, count in self._classes.items() if count)
+        class_key = request.class_key
+        return any(other > class_key for other, count in self._classes.items() if count)
 
     def check_integrity(self) -> None:
         for request in self.requests:
-            assert request.state is State.RUNNING, "a request sits without running"
+            assert request.state is State.RUNNING, "a request with a seat does not run"
             assert self.slots.occupant[request.slot] is request, "a slot has two owners"
-        assert all(not request.blocks for request in self.leaving), "a seatless request holds blocks"
-        taken = len(self.requests) + len(self.leaving)
-        assert self.slots.num_free == self.slots.size - taken, "a slot is neither free nor taken"
+        assert all(not request.blocks for request in self.retiring), "a request without a seat holds blocks"
+        used = len(self.requests) + len(self.retiring)
+        assert self.slots.num_free == self.slots.size - used, "a slot is neither free nor used"
         assert len(self.requests) <= self.max_num_seqs, "more run than there are seats"

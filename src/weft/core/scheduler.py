@@ -1,9 +1,8 @@
 """The scheduler: `plan` builds a step in two passes, `commit` applies its result.
 
-The first pass plans decodes, the second plans prefills in the policy's order.
-It is pure: its state depends only on its inputs. The loop calls `plan`, gives the batch to an executor, and calls
-`commit` with the outcome. Batches are committed in the order in which they were made. At most one earlier batch is
-uncommitted when a plan is made.
+The first pass plans decodes, the second plans prefills in the policy's order. The scheduler is pure: its state depends
+only on its inputs. The loop calls `plan`, gives the batch to an executor, and calls `commit` with the outcome. Batches
+are committed in the order in which they were made. At most one earlier batch is uncommitted when a plan is made.
 """
 
 import math
@@ -26,7 +25,7 @@ from weft.core.prefix import BeforeReuse
 from weft.core.queue import QueueLimits, WaitingQueue, service_of
 from weft.core.request import Request, State
 from weft.core.running import RunningRequests
-from weft.core.screening import Screening
+from weft.core.screening import UnscreenedRequests
 from weft.core.step import Outcome, Plan, PlannedStep, StepBatch, StepRecord
 from weft.core.tenants import OUTPUT_WEIGHT, Tenants
 from weft.core.turnover import Turnover
@@ -36,7 +35,7 @@ NO_ROWS: NDArray[np.bool_] = np.empty(0, np.bool_)
 
 
 class Scheduler:
-    """Composes the owners of the queue, the seats, the KV blocks and the plan that is being made."""
+    """Plans and commits steps. The parts (queue, running requests, KV blocks, passes) are objects of their own."""
 
     def __init__(
         self,
@@ -52,11 +51,14 @@ class Scheduler:
         wave: int = 0,
         before_reuse: BeforeReuse | None = None,
     ) -> None:
-        """`before_reuse` is called with cached blocks that will be overwritten: by the batch that is being planned, or
-        by a transfer (`expect_blocks`). Their contents can still be copied, by a copy that is submitted before that."""
+        """`before_reuse` is called before cached blocks are overwritten, so that their contents can be copied first.
+
+        The batch that is being planned overwrites them, or a transfer (`KVCacheManager.reserve_incoming`). A copy that
+        is submitted before that still reads the old contents.
+        """
         self._policy = policy
         self._before_reuse = before_reuse
-        self.wave = wave  # queries of a prefill slice that read the context together; 0: all queries
+        self.wave = wave  # queries of a prefill slice that read the context together (see Coefficients); 0: all queries
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.num_blocks = num_blocks
@@ -80,14 +82,14 @@ class Scheduler:
         self._builder = builder = BatchBuilder()
         self._decodes = decodes = DecodeBatch(policy, running)
         self._preemption = preemption = Preemption(policy, running, kv, decodes, self.tenants, builder)
-        self.screening = Screening(policy, self.queue, running, kv, preemption)
+        self.unscreened = UnscreenedRequests(policy, self.queue, running, kv, preemption)
         self._lifecycle = RequestLifecycle(
-            self.queue, running, kv, self.screening, preemption, self.tenants, builder, self._turnover
+            self.queue, running, kv, self.unscreened, preemption, self.tenants, builder, self._turnover
         )
         self._prefills = PrefillPass(
             policy, self.queue, running, kv, decodes, preemption, self._lifecycle, self.tenants, builder
         )
-        self.in_flight: deque[PlannedStep] = deque()  # batches that are not committed yet
+        self.steps_in_flight: deque[PlannedStep] = deque()  # batches that are not committed yet
         self._last_predicted = 0.0  # seconds that the last plan is predicted to take
         self._device_free = -math.inf  # when the last plan is predicted to end
         self._is_idle = True  # no step is in flight
@@ -98,18 +100,18 @@ class Scheduler:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        """Another policy, from the next plan on. Waiting requests keep the rank that they have."""
+        """Another policy, from the next plan on. Waiting requests keep their order key."""
         self._policy = policy
-        self._decodes.policy = self._preemption.policy = self.screening.policy = self._prefills.policy = policy
+        self._decodes.policy = self._preemption.policy = self.unscreened.policy = self._prefills.policy = policy
 
     @property
     def has_work(self) -> bool:
         """Whether a plan can do something, now or after the commit of the steps in flight."""
-        return bool(self.screening or self.queue or self.running)
+        return bool(self.unscreened or self.queue or self.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.screening) + len(self.queue)
+        return len(self.unscreened) + len(self.queue)
 
     @property
     def num_free_seats(self) -> int:
@@ -117,13 +119,13 @@ class Scheduler:
 
     @property
     def num_unscreened(self) -> int:
-        """Number of new requests that later plans will screen."""
-        return len(self.screening)
+        """New requests that later plans will screen."""
+        return len(self.unscreened)
 
     @property
     def queued_tokens(self) -> int:
         """Tokens to prefill of all waiting requests."""
-        return self.queue.tokens + self.screening.tokens
+        return self.queue.tokens + self.unscreened.tokens
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError if it can never finish, QueueFullError if the queue is full."""
@@ -137,10 +139,10 @@ class Scheduler:
             )
         self._limits.check(request, self.num_waiting - self.num_free_seats, self.queued_tokens)
         name = request.tenant if self.policy.order.fair else ""
-        request.tenant_account = self.tenants.enter(name, request.batch, self._levels(), request.arrival)
-        request.ahead = request.account.count_prompt(request.batch, request.user, request.sibling)
-        request.rank = self.policy.order.rank(request)
-        self.screening.add(request)
+        request.tenant_account = self.tenants.enter(name, request.flex, self._levels(), request.arrival)
+        request.user_prompts_ahead = request.account.count_prompt(request.flex, request.user, request.sibling)
+        request.order_key = self.policy.order.key(request)
+        self.unscreened.add(request)
 
     def abort(self, request: Request, reason: str = "abort", now: float | None = None) -> None:
         """Ends a request at any time. Results of a step in flight for it are discarded."""
@@ -149,68 +151,68 @@ class Scheduler:
             self.running.retire_slots()
 
     def release(self, request: Request) -> None:
-        """Lets plans sample for a constrained request again: the mask of its next token is ready."""
-        request.held = False
+        """Lets plans sample for a constrained request again, because the mask of its next token is ready."""
+        request.awaits_mask = False
         if request.state is State.RUNNING:
-            self.slots.held[request.slot] = False
+            self.slots.awaits_mask[request.slot] = False
 
     def plan(self, now: float) -> Plan:
         """Plans the next forward pass. There is none if the scheduler is idle, or if all requests wait for a commit."""
         if self._is_idle and now > self._device_free > -math.inf:
-            self.policy.rest(now - self._device_free)
+            self.policy.note_idle(now - self._device_free)
             self._device_free = now
         start = max(now, self._device_free)
-        prefills_first = self.policy.allowance.prefills_first
+        prefills_first = self.policy.budget_policy.prefills_first
         self._decodes.clear()
         if not prefills_first:
             self._plan_decodes()
-        load = self._decodes.load(start)
-        if min(load.gap, load.soft_gap) < math.inf:
-            load = self._preempt_batch(load)
+        load = self._decodes.step_load(start)
+        if min(load.promised_max_step, load.default_max_step) < math.inf:
+            load = self._preempt_flex(load)
         refused = self._screen(load, now)
-        reason = self._prefills.plan(load)
+        prefill_limit = self._prefills.plan(load)
         if prefills_first and not self._builder.prefills:
             self._plan_decodes()
         # The prefill pass may have preempted requests that were already chosen to decode.
         decodes = self._decodes.slots()
         self.running.retire_slots()
         if not len(decodes) and not self._builder.prefills:
-            # A request with a seat but no slice stays in the builder: the next batch tells the executor of it.
+            # Requests that got a slot but no slice stay in `new_requests`, for the next batch.
             return Plan(None, NO_ROWS, [], refused)
-        joined = self._builder.joined
-        step = self._seal(decodes, reason, load)
-        self.in_flight.append(step)
+        new_requests = self._builder.new_requests
+        step = self._build_step(decodes, prefill_limit, load)
+        self.steps_in_flight.append(step)
         self._last_predicted = step.predicted or 0.0
         self._device_free = load.start + self._last_predicted
         self._is_idle = False
-        return Plan(step.batch, step.last, joined, refused)
+        return Plan(step.batch, step.may_be_last, new_requests, refused)
 
     def commit(self, batch: StepBatch, outcome: Outcome, started: float, finished: float) -> StepRecord:
         """Applies the outcome of the oldest batch in flight: progress, finished requests, blocks that became full."""
-        assert self.in_flight[0].batch.number == batch.number, "batches are committed in order"
-        step = self.in_flight.popleft()
+        assert self.steps_in_flight[0].batch.number == batch.number, "batches are committed in order"
+        step = self.steps_in_flight.popleft()
         batch, slots = step.batch, self.slots
-        slots.in_flight[batch.slots] -= 1
+        slots.num_in_flight[batch.slots] -= 1
         if outcome.accepted is None:
             slots.computed[batch.slots] = batch.first + batch.count
-            sampled = batch.samples
+            sampled = batch.is_sampled
         else:
             self._accept(batch, outcome.accepted)
-            sampled = batch.samples & (outcome.accepted > 0)
+            sampled = batch.is_sampled & (outcome.accepted > 0)
         for row in range(batch.num_decodes, len(step.requests)):
-            step.requests[row].note_times(started, finished, samples=bool(batch.samples[row]))
-        if self.tenants.several:
+            step.requests[row].note_times(started, finished, is_sampled=bool(batch.is_sampled[row]))
+        if self.tenants.has_several:
             for row in np.flatnonzero(sampled).tolist():
                 step.requests[row].account.charge(OUTPUT_WEIGHT)
         for request in outcome.filled:
             if request.state is State.RUNNING:
-                self.kv.name_blocks(request, int(slots.computed[request.slot]) // self.block_size)
+                self.kv.cache_full_blocks(request, int(slots.computed[request.slot]) // self.block_size)
         for request, finish_reason in outcome.finished:
             self._lifecycle.finish(request, finish_reason, finished)
-        self._turnover.step(finished - started, batch.num_decodes, self.kv.free_share)
+        self._turnover.note_step(finished - started, batch.num_decodes, self.kv.free_share)
         self.running.retire_slots()
         self.policy.observe(batch.shape, step.predicted, finished - started)
-        self._is_idle = not self.in_flight
+        self._is_idle = not self.steps_in_flight
         self._device_free = finished if self._is_idle else finished + self._last_predicted  # the next step begins now
         return step.record(
             started,
@@ -219,7 +221,7 @@ class Scheduler:
             requests_finished=len(outcome.finished),
             running=len(self.running),
             waiting=self.num_waiting,
-            free_blocks=self.kv.pool.num_free,
+            free_blocks=self.kv.block_pool.num_free,
         )
 
     # The passes
@@ -232,85 +234,85 @@ class Scheduler:
         short = self._decodes.choose()
         if not len(short):
             return
-        if len(short) <= self.kv.pool.num_free:
-            self.kv.grow_all(short)
+        if len(short) <= self.kv.block_pool.num_free:
+            self.kv.allocate_block_each(short)
             return
         for request in sorted(map(self.running.at, short.tolist()), key=lambda request: request.age_key):
-            if request.state is State.RUNNING and not self._lifecycle.grow(request, 1):
+            if request.state is State.RUNNING and not self._lifecycle.allocate_blocks(request, 1):
                 self._lifecycle.preempt(request)  # no other request can be preempted for it
 
-    def _preempt_batch(self, load: StepLoad) -> StepLoad:
-        """Preempts batch requests until the decode step is short enough for the other requests (see `has_slack`)."""
-        victims = self._decodes.batch_requests()
+    def _preempt_flex(self, load: StepLoad) -> StepLoad:
+        """Preempts flex requests until the decode step is short enough for the standard requests (see `has_slack`)."""
+        victims = self._decodes.flex_requests()
         if not victims:
             return load
-        for victim in sorted(victims, key=self._preemption.cost_of):
+        for victim in sorted(victims, key=self._preemption.victim_key):
             if self._decodes.has_slack(load):
                 break
             self._lifecycle.preempt(victim)
-        return self._decodes.load(load.start)
+        return self._decodes.step_load(load.start)
 
     def _screen(self, load: StepLoad, now: float) -> list[Request]:
-        """Screens new requests, and ends those that are refused. Returns them."""
+        """Screens new requests. Ends and returns the refused ones."""
         if not self.num_waiting:
             return []
         free_tokens = self.kv.free_tokens() if self.running else math.inf
         refused = []
-        firm = self._decodes.firm_load(load, free_tokens, self._turnover)
-        for request in self.screening.screen(firm):
+        standard_load = self._decodes.standard_load(load, free_tokens, self._turnover)
+        for request in self.unscreened.screen(standard_load):
             self._lifecycle.refuse(request, now)
             refused.append(request)
         return refused
 
-    def _seal(self, decodes: NDArray[np.int64], reason: str, load: StepLoad) -> PlannedStep:
+    def _build_step(self, decodes: NDArray[np.int64], prefill_limit: str, load: StepLoad) -> PlannedStep:
         """Builds the batch, and clears the builder for the next one."""
         builder, slots = self._builder, self.slots
         self._steps += 1
-        batch = builder.batch(self._steps, decodes, self.running, self.kv.take_updates(), self.wave)
+        batch = builder.build(self._steps, decodes, self.running, self.kv.pop_updates(), self.wave)
         has_waiting = bool(self.running.prefilling or self.queue)
         step = PlannedStep(
             batch=batch,
             requests=self.running.at_all(batch.slots),
-            reason=reason,
+            prefill_limit=prefill_limit,
             predicted=self.policy.predict(batch.shape),
             cached_tokens=builder.cached_tokens,
             preemptions=builder.preemptions,
             lost_tokens=builder.lost_tokens,
-            starved=has_waiting and self.policy.allowance.starves(load),
-            last=batch.samples & (slots.known[batch.slots] >= slots.limit[batch.slots]),
+            starved=has_waiting and self.policy.budget_policy.starves(load),
+            may_be_last=batch.is_sampled & (slots.num_tokens[batch.slots] >= slots.limit[batch.slots]),
         )
         builder.clear()
         return step
 
     def _accept(self, batch: StepBatch, accepted: NDArray[np.int64]) -> None:
-        """Applies a result in which some decodes were left out. They are planned again.
+        """Applies a result in which the executor left out some decodes. They are planned again.
 
-        A later batch in flight has planned its rows behind tokens that do not exist. It is moved back as well; the
-        executor, which knows the true positions, has done the same.
+        If a later batch is in flight, its positions for these rows are too high by the missing tokens. They are
+        corrected here. The executor corrects its own copy.
         """
         slots, missing = self.slots, batch.count - accepted
-        assert not missing[batch.num_decodes :].any(), "a prompt was left out, whose blocks others may share already"
+        assert not missing[batch.num_decodes :].any(), "a prefill row was left out; other requests may share its blocks"
         assert batch.count[: batch.num_decodes].max(initial=1) == 1, "nothing plans several tokens for a decode yet"
         slots.computed[batch.slots] = batch.first + accepted
         slots.planned[batch.slots] -= missing
-        slots.known[batch.slots] -= missing
-        slots.held[batch.slots[missing > 0]] = False  # the masks that they had are still the next
+        slots.num_tokens[batch.slots] -= missing
+        slots.awaits_mask[batch.slots[missing > 0]] = False  # their masks are still valid
         for row in np.flatnonzero(missing).tolist():
             request = self.running.at(int(batch.slots[row]))
             if request.state is State.WAITING:  # preempted while this step was in flight
-                self._lifecycle.take_back(request, int(missing[row]))
-        if self.in_flight:
-            later = self.in_flight[0]
+                self._lifecycle.drop_last_tokens(request, int(missing[row]))
+        if self.steps_in_flight:
+            later = self.steps_in_flight[0]
             by_slot = np.zeros(slots.size, np.int64)
             by_slot[batch.slots] = missing
             moved = replace(later.batch, first=later.batch.first - by_slot[later.batch.slots])
-            self.in_flight[0] = replace(later, batch=moved)
+            self.steps_in_flight[0] = replace(later, batch=moved)
 
     def _levels(self) -> Iterator[float]:
         """Service that each tenant with prompts to compute has received."""
         for line in self.queue.lines:
             yield line.account.service
-        for request in [*self.screening, *self.running.prefilling]:
+        for request in [*self.unscreened, *self.running.prefilling]:
             yield service_of(request)
 
     # Checks
@@ -320,12 +322,12 @@ class Scheduler:
         self.running.check_integrity()
         self.kv.check_integrity()
         self.queue.check_integrity()
-        assert all(not request.blocks for request in self.queue), "a seatless request holds blocks"
-        waiting = [*self.screening, *self.queue]
+        assert all(not request.blocks for request in self.queue), "a request without a seat holds blocks"
+        waiting = [*self.unscreened, *self.queue]
         for account in {request.account for request in [*waiting, *self.running]}:
             seated = [request for request in self.running if request.account is account]
             assert account.seats == len(seated), "a tenant's seats are miscounted"
-            own = [one for one in waiting if one.account is account and one.service_at_start is None]
-            users = Counter((one.batch, one.user) for one in own if one.user and not one.sibling)
+            new = [one for one in waiting if one.account is account and one.service_at_start is None]
+            users = Counter((one.flex, one.user) for one in new if one.user and not one.sibling)
             assert account.waiting == users, "a user's prompts are miscounted"
             assert account.blocks == sum(len(request.blocks) for request in seated), "a tenant's blocks are miscounted"

@@ -1,4 +1,4 @@
-"""Screening: new requests from their arrival until a plan has kept or refused them, and late requests in the queue."""
+"""Screening: decides which new requests enter the queue, and removes requests from it that cannot be on time."""
 
 import math
 from bisect import bisect_left, insort
@@ -8,24 +8,24 @@ from functools import partial
 from itertools import takewhile
 
 from weft.core.budget import StepLoad
-from weft.core.forecast import GROUPS, PendingPrefill
+from weft.core.forecast import FORECAST_GROUPS, PendingPrefill
 from weft.core.kv_cache_manager import KVCacheManager
 from weft.core.lineup import Lineup, line_up
 from weft.core.policies import Policy
 from weft.core.preemption import Preemption
 from weft.core.promises import Source
-from weft.core.queue import WaitingQueue, class_of
-from weft.core.request import Rank, Request, State
+from weft.core.queue import WaitingQueue
+from weft.core.request import Request, State
 from weft.core.running import RunningRequests
 
-TARGET_SHARE = 0.06  # share of the tightest gap target that screening may take in one plan
-MOST_SECONDS = 0.0012  # seconds that screening may take in one plan
-FEWEST_VISITS = 24  # queue entries that a plan may always visit for screening, however slow the host is
+SCREENING_SHARE = 0.06  # time of screening in one plan, as a share of the longest step that keeps all gap targets
+MOST_SCREENING_S = 0.0012  # upper bound of that time, in seconds
+FEWEST_VISITS = 24  # queue entries that screening may visit in every plan, however slow the host is
 
 
 @dataclass(slots=True, eq=False)
-class Screening:
-    """Owns the new requests, which no plan has screened yet. Puts those that are kept into the queue.
+class UnscreenedRequests:
+    """New requests wait here until a plan has decided on them. Accepted ones move to the WaitingQueue.
 
     A burst is screened in parts, so that no plan takes long.
     """
@@ -37,7 +37,7 @@ class Screening:
     preemption: Preemption
     tokens: int = 0  # tokens to prefill of all new requests
     _new: list[Request] = field(default_factory=list)  # in screening order
-    _added: int = 0  # number of requests added so far
+    _num_added: int = 0  # number of requests added so far
 
     def __len__(self) -> int:
         return len(self._new)
@@ -46,65 +46,65 @@ class Screening:
         return iter(self._new)
 
     def add(self, request: Request) -> None:
-        self._added += 1
-        request.number, request.screened_by = self._added, request.due
-        insort(self._new, request, key=_order)
-        self.tokens += request.known
+        self._num_added += 1
+        request.arrival_index, request.due_at_arrival = self._num_added, request.due
+        insort(self._new, request, key=_screening_key)
+        self.tokens += request.num_tokens
 
     def remove(self, request: Request) -> bool:
         """Removes a request that is not screened yet. Returns False if it was screened already."""
-        place = bisect_left(self._new, _order(request), key=_order)
-        if place == len(self._new) or self._new[place] is not request:
+        index = bisect_left(self._new, _screening_key(request), key=_screening_key)
+        if index == len(self._new) or self._new[index] is not request:
             return False
-        del self._new[place]
-        self.tokens -= request.known
+        del self._new[index]
+        self.tokens -= request.num_tokens
         return True
 
     def screen(self, load: StepLoad) -> Iterator[Request]:
         """Screens new requests, and queued requests that cannot be on time.
 
-        Yields the refused ones. The caller ends each before it asks for the next one. New requests are refused if they
-        would be late or make others late. Within a class, the earliest due time goes first.
+        Yields the refused ones. The caller ends each of them before it asks for the next one. A new request is refused
+        if it would be late or make other requests late. Within a class, the earliest due time goes first.
         """
         visits = self._visits(load)
-        while self._new and (visits > 0 or not (self.running or self.queue)):  # if idle, until one is queued
-            newcomers = _of_one_class(self._new[: max(1, visits - GROUPS)])
+        while self._new and (visits > 0 or not (self.running or self.queue)):  # if idle, until one is accepted
+            newcomers = _of_one_class(self._new[: max(1, visits - FORECAST_GROUPS)])
             del self._new[: len(newcomers)]
-            visits -= len(newcomers) + GROUPS
+            visits -= len(newcomers) + FORECAST_GROUPS
             for request in newcomers:
                 self._prepare(request)
             screened = self.policy.admission.screen(
                 newcomers,
                 partial(self._lineup, load.start),
                 self._load_for(newcomers[0], load),
-                max(visits, 0) + GROUPS,
+                max(visits, 0) + FORECAST_GROUPS,
             )
-            for request in screened.kept:
-                self.tokens -= request.known
+            for request in screened.accepted:
+                self.tokens -= request.num_tokens
                 self.queue.add(request)
             for request in screened.refused:
-                self.tokens -= request.known
+                self.tokens -= request.num_tokens
                 yield request
-            self._new[:0] = screened.left
+            self._new[:0] = screened.undecided
         yield from self._remove_hopeless(load)
 
-    def pack(self, request: Request) -> None:
+    def store_forecast_row(self, request: Request) -> None:
         """Stores the forecast row of a request that goes into the queue."""
-        request.packed = self._left_of(request).pack()
+        request.forecast_row = self._pending_prefill(request).pack()
 
     def _visits(self, load: StepLoad) -> int:
-        """Queue entries that this plan may visit for screening, in a small share of the tightest gap target."""
-        seconds = min(TARGET_SHARE * min(load.gap, load.soft_gap), MOST_SECONDS)
+        """Queue entries that screening may visit in this plan (see SCREENING_SHARE)."""
+        seconds = min(SCREENING_SHARE * min(load.promised_max_step, load.default_max_step), MOST_SCREENING_S)
         return max(FEWEST_VISITS, int(seconds / self.policy.host.visit))
 
     def _prepare(self, request: Request) -> None:
         """Looks up a new request in the prefix cache. Drops an operator's target that an idle machine would miss."""
-        request.expected_hits = len(self.kv.cached_prefix(request)) * self.kv.block_size
-        left = self._left_of(request)
-        if request.ttft_source is Source.OPERATOR and not self.policy.admission.is_possible(left):
-            request.ttft_target = math.inf  # served behind requests with a promise
-            request.rank = self.policy.order.rank(request)
-        request.packed = left.pack()
+        request.expected_cached_tokens = len(self.kv.cached_prefix(request)) * self.kv.block_size
+        prefill = self._pending_prefill(request)
+        if request.ttft_source is Source.OPERATOR and not self.policy.admission.is_possible(prefill):
+            request.ttft_target = math.inf  # without a promise it is served behind promised requests
+            request.order_key = self.policy.order.key(request)
+        request.forecast_row = prefill.pack()
 
     def _remove_hopeless(self, load: StepLoad) -> Iterator[Request]:
         """Removes requests from the queue that cannot be on time, and yields them."""
@@ -117,34 +117,35 @@ class Screening:
                 yield request
 
     def _is_hopeless(self, request: Request, load: StepLoad) -> bool:
-        """Whether a waiting request cannot be on time. A preempted request is never refused: it runs to its end."""
+        """Whether a waiting request cannot be on time. A preempted request is never refused."""
         if request.preemptions:
             return False
-        return self.policy.admission.is_hopeless(self._left_of(request), self._load_for(request, load))
+        return self.policy.admission.is_hopeless(self._pending_prefill(request), self._load_for(request, load))
 
     def _load_for(self, request: Request, load: StepLoad) -> StepLoad:
-        """The load for this request. If others may be preempted for it, it does not wait for memory."""
-        return load._replace(free=math.inf) if self.preemption.may_help(request) else load
+        """The load for this request. A request that may preempt others does not wait for free memory."""
+        return load._replace(free_tokens=math.inf) if self.preemption.has_possible_victims(request) else load
 
     def _lineup(self, now: float, newcomers: Sequence[Request]) -> Lineup:
         """All prompts that are not computed yet, with the newcomers; see `line_up`."""
-        return line_up(self.queue, self.running.prefilling, newcomers, self._packed, now)
+        return line_up(self.queue, self.running.prefilling, newcomers, self._forecast_row, now)
 
-    def _packed(self, request: Request) -> bytes:
-        return request.packed or self._left_of(request).pack()
+    def _forecast_row(self, request: Request) -> bytes:
+        return request.forecast_row or self._pending_prefill(request).pack()
 
-    def _left_of(self, request: Request) -> PendingPrefill:
+    def _pending_prefill(self, request: Request) -> PendingPrefill:
+        """The part of its prompt that is neither planned nor cached."""
         is_running = request.state is State.RUNNING
-        done = int(self.running.slots.planned[request.slot]) if is_running else request.expected_hits
-        return PendingPrefill(request, done, request.known - done)
+        done = int(self.running.slots.planned[request.slot]) if is_running else request.expected_cached_tokens
+        return PendingPrefill(request, done, request.num_tokens - done)
 
 
 def _of_one_class(requests: list[Request]) -> list[Request]:
     """The leading requests that have the same class as the first one."""
-    own = class_of(requests[0])
-    return list(takewhile(lambda request: class_of(request) == own, requests))
+    class_key = requests[0].class_key
+    return list(takewhile(lambda request: request.class_key == class_key, requests))
 
 
-def _order(request: Request) -> tuple[Rank, float, int]:
+def _screening_key(request: Request) -> tuple[tuple[bool, int], float, int]:
     """Sort key: class, then due time of the first token at arrival, then order of arrival."""
-    return class_of(request), request.screened_by, request.number
+    return request.class_key, request.due_at_arrival, request.arrival_index

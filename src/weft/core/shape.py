@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-TILES = 16  # per wave; if programs split a context, they process the queries in units of one tile
-FEWEST = 1 / 12  # of a wave's time: the least time to read a context, however few the queries
+TILES_PER_WAVE = 16  # a wave has this many tiles; programs that split a context process whole tiles of queries
+LEAST_WAVE_SHARE = 1 / 12  # of a wave's time: reading a context takes at least this, however few the queries
 
 
 class StepShape(NamedTuple):
@@ -18,7 +18,7 @@ class StepShape(NamedTuple):
     slices: int = 0  # prefill slices
     decodes: int = 0
     context: float = 0  # tokens of context that the decodes read
-    reach: float = 0  # tokens of context that its prefill slices read, slices included: once, or once per wave
+    reach: float = 0  # tokens of context that its prefill slices read, themselves included: once, or once per wave
 
 
 def slice_pairs(first: int, count: int) -> float:
@@ -34,7 +34,11 @@ def slice_reach(first: int, count: int, wave: int) -> float:
     if 2 * count > wave:  # every wave reads the context up to its last query
         full, rest = divmod(count, wave)
         return full * first + wave * full * (full + 1) / 2 + (end if rest else 0)
-    return end * (2 * -(-TILES * count // wave) / TILES if 2 * TILES * count > wave else FEWEST)
+    return end * (
+        2 * -(-TILES_PER_WAVE * count // wave) / TILES_PER_WAVE
+        if 2 * TILES_PER_WAVE * count > wave
+        else LEAST_WAVE_SHARE
+    )
 
 
 def with_slice(shape: StepShape, first: int, count: int, wave: int = 0) -> StepShape:

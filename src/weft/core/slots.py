@@ -15,29 +15,31 @@ def ints(values: list[int]) -> NDArray[np.int64]:
 
 
 class Slots:
-    """Rows of state, one per request that a plan may contain.
+    """Arrays with one row (slot) per request that a plan may contain. vLLM calls the row's number the request index.
 
-    A slot that was given up stays reserved while a step in flight uses it, and a new request must not wait for that. So
-    there are twice as many slots as seats. Invariant of a row: computed <= planned <= known <= limit.
+    When a request gives up its seat, its slot stays reserved while a step in flight uses it. A new request must not
+    wait for that, so there are twice as many slots as seats.
+
+    Invariant of a row: computed <= planned <= num_tokens <= limit.
     """
 
     def __init__(self, seats: int) -> None:
         size = self.size_for(seats)
         self.size = size
-        self.prompt = np.zeros(size, np.int64)  # tokens of the prompt
-        self.known = np.zeros(size, np.int64)  # tokens that exist, including a planned sample
+        self.prompt_tokens = np.zeros(size, np.int64)  # tokens of the prompt
+        self.num_tokens = np.zeros(size, np.int64)  # prompt and output, including a planned sample
         self.planned = np.zeros(size, np.int64)  # tokens that are computed, cached or in a plan
         self.computed = np.zeros(size, np.int64)  # tokens up to the end of the last committed step
-        self.limit = np.zeros(size, np.int64)
-        self.gap_target = np.full(size, np.inf)  # longest step, in seconds, that keeps the promised gap
-        self.soft_gap = np.full(size, np.inf)  # the same for a default gap target, which is not promised
-        self.gap_wish = np.full(size, np.inf)
-        self.batch = np.zeros(size, np.bool_)
+        self.limit = np.zeros(size, np.int64)  # most tokens: prompt plus max_tokens
+        self.promised_max_step = np.full(size, np.inf)  # longest step, in seconds, that keeps the promised gap
+        self.default_max_step = np.full(size, np.inf)  # longest step, in seconds, that keeps the default gap target
+        self.wished_max_step = np.full(size, np.inf)  # longest step, in seconds, that meets the gap wish
+        self.is_flex = np.zeros(size, np.bool_)  # flex class
         self.constrained = np.zeros(size, np.bool_)
-        self.held = np.zeros(size, np.bool_)  # constrained, and the mask of the next token is not ready
+        self.awaits_mask = np.zeros(size, np.bool_)  # constrained, and the mask of the next token is not ready
         self.capacity = np.zeros(size, np.int64)  # tokens that fit into its blocks
         self.decoding = np.zeros(size, np.bool_)  # has a seat, and its next input is its last sample
-        self.in_flight = np.zeros(size, np.int64)  # uncommitted steps that use the row
+        self.num_in_flight = np.zeros(size, np.int64)  # uncommitted steps that use the row
         self.occupant: list[Request | None] = [None] * size
         self._free = deque(range(size))
 
@@ -45,23 +47,24 @@ class Slots:
     def size_for(seats: int) -> int:
         return 2 * seats
 
-    def take(self, request: Request) -> int:
+    def reserve(self, request: Request) -> int:
+        """Gives the request a free slot, and copies its numbers to the arrays."""
         slot = self._free.popleft()
         request.slot = slot
         self.occupant[slot] = request
-        self.prompt[slot] = request.prompt_tokens
-        self.known[slot] = request.known
+        self.prompt_tokens[slot] = request.prompt_tokens
+        self.num_tokens[slot] = request.num_tokens
         self.limit[slot] = request.limit
-        self.gap_target[slot] = request.firm_gap
-        self.soft_gap[slot] = request.soft_gap
-        self.gap_wish[slot] = request.gap_wish / request.steps_per_token
-        self.batch[slot] = request.batch
+        self.promised_max_step[slot] = request.promised_max_step
+        self.default_max_step[slot] = request.default_max_step
+        self.wished_max_step[slot] = request.gap_wish / request.steps_per_token
+        self.is_flex[slot] = request.flex
         self.constrained[slot] = request.constrained
-        self.held[slot] = request.held
+        self.awaits_mask[slot] = request.awaits_mask
         self.planned[slot] = self.computed[slot] = self.capacity[slot] = 0
         return slot
 
-    def give_back(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         self.occupant[request.slot] = None
         self._free.append(request.slot)
         request.slot = -1

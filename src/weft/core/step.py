@@ -1,6 +1,5 @@
-"""What crosses the step boundary (StepBatch), what the scheduler keeps of a step, and what comes back."""
+"""The data of one step: for the executor (StepBatch), for the scheduler (PlannedStep), and the result (Outcome)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,16 +22,16 @@ class BlockUpdates(NamedTuple):
 class StepBatch:
     """One forward pass, as numbers only: an executor in another process runs it as well.
 
-    Each row is one request: first the decodes, then the prefill slices. The first input of a decode is the last token
-    that was sampled for its slot; the executor keeps that token. Token values that the executor does not have come
-    beside the batch (engine/executor.py), and so do the masks of grammars.
+    Each row is one request: first the decodes, then the prefill slices. A decode row has no token id: the executor
+    keeps the token that was last sampled for the slot. Token ids of prompts are in `StepInputs`, masks of grammars in
+    `StepMasks` (engine/executor.py).
     """
 
     number: int  # counts up from 1
     slots: NDArray[np.int64]
-    first: NDArray[np.int64]  # position of a row's first token
-    count: NDArray[np.int64]  # query length: tokens of a row. Decodes have one each as long as nothing speculates.
-    samples: NDArray[np.bool_]  # whether a token is sampled after the row
+    first: NDArray[np.int64]  # position of the first token of each row
+    count: NDArray[np.int64]  # tokens of each row (query length). A decode has one, as long as nothing speculates.
+    is_sampled: NDArray[np.bool_]  # by row: whether a token is sampled after it
     num_decodes: int
     shape: StepShape  # input of the cost model
     new_blocks: BlockUpdates
@@ -46,24 +45,26 @@ class Plan(NamedTuple):
     """What `Scheduler.plan` returns."""
 
     batch: StepBatch | None  # None: nothing to run
-    last: NDArray[np.bool_]  # by row of the batch: whether its token may reach the request's limit
-    joined: list[Request]  # requests that got a slot since the last batch
-    refused: list[Request]  # requests that this plan has refused, because their targets cannot be met
+    may_be_last: NDArray[np.bool_]  # by row: whether its token reaches max_tokens, unless a stop comes first
+    new_requests: list[Request]  # requests that the executor does not know yet: they got a slot since the last batch
+    refused: list[
+        Request
+    ]  # refused by this plan, because their targets cannot be met. (`Scheduler.add` rejects others.)
 
 
 @dataclass(slots=True)
 class PlannedStep:
-    """What the scheduler keeps of a batch until it is committed. It never leaves core."""
+    """What the scheduler keeps of a batch until it is committed. The executor does not see it."""
 
     batch: StepBatch
     requests: list[Request]  # by row
-    reason: str  # what limited the prefill tokens
+    prefill_limit: str  # what limited the prefill tokens; `reason` of the StepRecord
     predicted: float | None  # seconds; None: there is no cost model
     cached_tokens: int  # tokens taken from the prefix cache instead of computed
     preemptions: int
     lost_tokens: int  # computed or cached tokens of the preempted requests
-    starved: bool  # a promised gap leaves prefills less than a quarter of the pace that `chunked` would give
-    last: NDArray[np.bool_]  # see Plan
+    starved: bool  # see StepRecord
+    may_be_last: NDArray[np.bool_]  # see Plan
 
     def record(
         self,
@@ -81,7 +82,7 @@ class PlannedStep:
             started=started,
             finished=finished,
             predicted=self.predicted,
-            reason=self.reason,
+            reason=self.prefill_limit,
             decode_tokens=decode_tokens,
             prefill_tokens=self.batch.num_tokens - self.batch.num_decodes,
             cached_tokens=self.cached_tokens,
@@ -95,25 +96,10 @@ class PlannedStep:
             starved=self.starved,
         )
 
-    def slices(self) -> "Iterator[Slice]":
-        batch = self.batch
-        for row, request in enumerate(self.requests):
-            yield Slice(request, int(batch.first[row]), int(batch.count[row]), bool(batch.samples[row]))
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One request's part of a step, in readable form."""
-
-    request: Request
-    first: int  # position of its first token
-    count: int
-    samples: bool  # whether a token is sampled after it
-
 
 @dataclass(slots=True)
 class Outcome:
-    """Results of a step that the scheduler needs. The loop finds them in the sampled tokens."""
+    """What the scheduler must know of a step's result. The loop derives it from the sampled tokens."""
 
     finished: list[tuple[Request, str]] = field(default_factory=list)  # request and finish reason
     filled: list[Request] = field(default_factory=list)  # requests with a new full block, already in `hashes`
@@ -140,7 +126,7 @@ class StepRecord:
     started: float
     finished: float
     predicted: float | None
-    reason: str
+    reason: str  # what limited the prefill tokens; the key in the step log
     decode_tokens: int
     prefill_tokens: int
     cached_tokens: int

@@ -1,4 +1,4 @@
-"""How fast KV memory is freed when it is scarce, and how many tokens requests generate."""
+"""Turnover: how fast KV memory is freed when it is scarce, and how many tokens requests generate."""
 
 import math
 from collections import deque
@@ -7,120 +7,129 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-SCARCE = 0.25  # share of free memory below which freed memory is counted
-MEMORY = 10.0  # seconds of steps with scarce memory over which the rate is averaged
-FEWEST = 8  # recently finished requests needed for a rate
-RECENT = 64  # last finished requests with a recorded output length
-USUAL = 256  # assumed output tokens of a request until the first one has finished
+SCARCE_MEMORY_SHARE = 0.25  # memory is scarce if less than this share of it is free
+RATE_WINDOW_S = 10.0  # seconds of steps with scarce memory over which the rate is averaged
+FEWEST_FINISHED = 8  # requests that must have finished recently, else the rate is unknown
+RECENT_REQUESTS = 64  # finished requests whose output lengths are kept
+USUAL_OUTPUT_TOKENS = 256  # assumed output tokens of a request until the first one has finished
 
 
-class Leaving(NamedTuple):
+class EndTimes(NamedTuple):
     """When running decodes end."""
 
-    after: NDArray[np.float64]  # seconds or steps from now, ascending
+    after: NDArray[np.float64]  # seconds or steps from now (see EndForecast), ascending
     context: NDArray[np.float64]  # tokens of context of each request now, in the same order
 
 
 class EndForecast(NamedTuple):
-    latest: Leaving  # seconds, if each generates max_tokens at its promised gap; infinite without a promise
-    expected: Leaving  # steps, if each generates as many tokens as recent requests
-    typical: float  # usual number of decode steps of a request
+    """When running decodes end, in two versions."""
+
+    latest: EndTimes  # seconds, if each generates max_tokens at its promised gap; infinite without a promise
+    expected: EndTimes  # steps, if each generates as many tokens as recent requests
+    typical_steps: float  # usual number of decode steps of a request
 
 
-NOTHING = Leaving(np.empty(0), np.empty(0))
-NONE_DECODES = EndForecast(NOTHING, NOTHING, USUAL)
+NO_ENDS = EndTimes(np.empty(0), np.empty(0))
+NO_DECODES = EndForecast(NO_ENDS, NO_ENDS, USUAL_OUTPUT_TOKENS)
 
 
 class OutputLengths:
     """Output lengths of recent requests. Many requests end long before max_tokens."""
 
     def __init__(self) -> None:
-        self._recent: deque[int] = deque(maxlen=RECENT)  # output tokens of the last finished requests
+        self._recent: deque[int] = deque(maxlen=RECENT_REQUESTS)  # output tokens of the last finished requests
         self._sorted: NDArray[np.int64] | None = None
 
-    def ended(self, tokens: int) -> None:
+    def note_finished(self, tokens: int) -> None:
         """Records the output length of a request that finished or was aborted."""
         self._recent.append(tokens)
         self._sorted = None
 
-    def expect(
+    def end_forecast(
         self,
-        written: NDArray[np.int64],
-        left: NDArray[np.int64],
-        gap: NDArray[np.float64],
+        output_tokens: NDArray[np.int64],
+        remaining: NDArray[np.int64],
+        promised_gap: NDArray[np.float64],
         context: NDArray[np.int64],
     ) -> EndForecast:
-        """When running requests end.
+        """When running requests are expected to end. All arrays have one entry for each request.
 
-        Of each request: tokens generated (`written`), tokens left to max_tokens (`left`), promised seconds between
-        tokens (`gap`) and tokens of `context`.
+        Args:
+            output_tokens: tokens generated so far
+            remaining: tokens until max_tokens
+            promised_gap: seconds between tokens; infinite if none is promised
+            context: tokens of context
         """
         if self._sorted is None:
-            self._sorted = np.sort(np.array(self._recent or [USUAL]))
-        middle = self._rest(written, left, np.full(len(left), 0.5))
+            self._sorted = np.sort(np.array(self._recent or [USUAL_OUTPUT_TOKENS]))
+        middle = self._expected_remaining(output_tokens, remaining, np.full(len(remaining), 0.5))
         # Of many requests that started together, the first ends earlier than the median request, and the last later.
-        place = np.empty(len(left), np.int64)
-        place[np.argsort(middle, kind="stable")] = np.arange(len(left))
-        rest = self._rest(written, left, (place + 0.5) / max(1, len(left)))
+        end_index = np.empty(len(remaining), np.int64)  # in the order in which the requests end
+        end_index[np.argsort(middle, kind="stable")] = np.arange(len(remaining))
+        expected = self._expected_remaining(output_tokens, remaining, (end_index + 0.5) / max(1, len(remaining)))
         typical = max(1.0, float(self._sorted.mean()))
-        return EndForecast(_in_order(left * gap, context), _in_order(rest, context), typical)
+        return EndForecast(_in_order(remaining * promised_gap, context), _in_order(expected, context), typical)
 
-    def _rest(
-        self, written: NDArray[np.int64], left: NDArray[np.int64], share: NDArray[np.float64]
+    def _expected_remaining(
+        self, output_tokens: NDArray[np.int64], remaining: NDArray[np.int64], share: NDArray[np.float64]
     ) -> NDArray[np.int64]:
         """Remaining output tokens of each request.
 
-        Takes the quantile `share` of recent output lengths above `written`. At most `left`.
+        Takes the quantile `share` of the recent output lengths above `output_tokens`. At most `remaining`.
         """
-        known = self._sorted
-        assert known is not None
-        longer = np.searchsorted(known, written, "right")
-        found = known[np.minimum(longer + (share * (len(known) - longer)).astype(np.int64), len(known) - 1)] - written
+        lengths = self._sorted
+        assert lengths is not None
+        longer = np.searchsorted(lengths, output_tokens, "right")  # index of the first longer one
+        found = (
+            lengths[np.minimum(longer + (share * (len(lengths) - longer)).astype(np.int64), len(lengths) - 1)]
+            - output_tokens
+        )
         # A request that is longer than all recent ones is treated as a new one: nothing better is known.
-        return np.minimum(np.where(longer < len(known), found, max(1, int(known.mean()))), left)
+        return np.minimum(np.where(longer < len(lengths), found, max(1, int(lengths.mean()))), remaining)
 
 
 class Turnover:
     """Output lengths of finished requests, and how fast memory is freed.
 
-    The rate is the net tokens of KV memory freed per second: memory of finished requests minus memory taken by decodes.
-    Only steps with scarce memory count: an idle device or an empty cache says nothing about a full one.
+    The rate is the net number of tokens of KV memory that are freed per second: the memory of finished requests minus
+    the memory that decodes allocate. Only steps with scarce memory count: an idle device or an empty cache says nothing
+    about a full cache.
     """
 
     def __init__(self) -> None:
         self.lengths = OutputLengths()
-        self._tokens = self._seconds = self._ends = 0.0  # decaying sums
-        self._given = self._left = 0  # freed tokens and finished requests since the last step
+        self._sum_tokens = self._sum_seconds = self._sum_finished = 0.0  # decaying sums
+        self._freed_tokens = self._finished = 0  # since the last step
 
-    def ended(self, tokens: int, written: int = 0) -> None:
+    def note_finished(self, freed_tokens: int, output_tokens: int = 0) -> None:
         """Counts a running request that finished or was aborted.
 
-        It freed `tokens` of memory (shared blocks are not counted) and had generated `written` tokens. A request that
-        was aborted before its first token is no sample of an output length.
+        It freed memory of `freed_tokens` (shared blocks are not counted). A request that was aborted before its first
+        token says nothing about output lengths.
         """
-        self._given += tokens
-        self._left += 1
-        if written > 0:
-            self.lengths.ended(written)
+        self._freed_tokens += freed_tokens
+        self._finished += 1
+        if output_tokens > 0:
+            self.lengths.note_finished(output_tokens)
 
-    def step(self, seconds: float, grown: int, free: float) -> None:
-        """Counts a step. Its decodes added `grown` tokens. `free` is the free share of the KV memory."""
-        given, left = self._given, self._left
-        self._given = self._left = 0
-        if free < SCARCE:
-            factor = math.exp(-seconds / MEMORY)
-            self._tokens = self._tokens * factor + given - grown
-            self._seconds = self._seconds * factor + seconds
-            self._ends = self._ends * factor + left
+    def note_step(self, seconds: float, decode_tokens: int, free_share: float) -> None:
+        """Counts a step with `decode_tokens` decodes. `free_share` is the free share of the KV memory."""
+        freed_tokens, finished = self._freed_tokens, self._finished
+        self._freed_tokens = self._finished = 0
+        if free_share < SCARCE_MEMORY_SHARE:
+            factor = math.exp(-seconds / RATE_WINDOW_S)
+            self._sum_tokens = self._sum_tokens * factor + freed_tokens - decode_tokens
+            self._sum_seconds = self._sum_seconds * factor + seconds
+            self._sum_finished = self._sum_finished * factor + finished
 
     @property
-    def rate(self) -> float | None:
+    def freed_per_second(self) -> float | None:
         """Net tokens freed per second; None if unknown."""
-        if self._ends < FEWEST or self._tokens <= 0 or self._seconds <= 0:
+        if self._sum_finished < FEWEST_FINISHED or self._sum_tokens <= 0 or self._sum_seconds <= 0:
             return None
-        return self._tokens / self._seconds
+        return self._sum_tokens / self._sum_seconds
 
 
-def _in_order(after: NDArray[np.int64] | NDArray[np.float64], context: NDArray[np.int64]) -> Leaving:
+def _in_order(after: NDArray[np.int64] | NDArray[np.float64], context: NDArray[np.int64]) -> EndTimes:
     order = np.argsort(after, kind="stable")
-    return Leaving(after[order].astype(np.float64), context[order].astype(np.float64))
+    return EndTimes(after[order].astype(np.float64), context[order].astype(np.float64))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.coefficients import FEW, Coefficients
+from weft.core.coefficients import FEW_DECODES, Coefficients
 from weft.core.refit import HUBER
 from weft.core.shape import StepShape
 
@@ -21,7 +21,7 @@ def fit(shapes: Sequence[StepShape], seconds: Sequence[float], grain: int = 1, w
     features = np.array(shapes, np.float64)
     prefills = features[:, 2] > 0
     features[prefills, 0] = np.ceil(features[prefills, 0] / grain) * grain
-    few = np.minimum(features[:, 3], FEW)
+    few = np.minimum(features[:, 3], FEW_DECODES)
     tokens, others = features[:, :1], np.hstack([features[:, 1:], prefills[:, None], few[:, None]])
     measured = np.array(seconds, np.float64)
     by_bytes = tokens <= np.median(tokens)

@@ -104,7 +104,7 @@ class CpuExecutor:
         hidden = self._forward(batch, inputs, slots)
 
         ends = np.cumsum(batch.count)
-        rows = np.flatnonzero(batch.samples)
+        rows = np.flatnonzero(batch.is_sampled)
         logits = self.model.logits(hidden[self._upload(ends[rows] - 1)])
         sampling, positions = batch.slots[rows], batch.first[rows] + batch.count[rows]
         tokens = self.sampler.sample(logits, sampling, positions, masks)

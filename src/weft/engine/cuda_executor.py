@@ -194,7 +194,7 @@ class CudaExecutor:
         started = _event()
         started.record(cuda_stream)
         self._staging.begin_step()
-        rows = np.flatnonzero(batch.samples)
+        rows = np.flatnonzero(batch.is_sampled)
         sampled_tokens = self._sampled_tokens_pinned[self._staging.buffer_index]
         pending = CudaPending(self, rows, batch.slots[rows], started, sampled_tokens)
         self._write_block_updates(batch)
@@ -344,7 +344,7 @@ class CudaExecutor:
             views.ids[:decodes] = self._last_token.index_select(0, views.slots[:decodes])
         sampled_rows = None  # then all tokens are returned; in a step of decodes alone, all are sampled from
         if prefills is not None and not all_rows:
-            sampled_rows = self._sampled_rows(self._padded_logits_rows(int(batch.samples.sum())))
+            sampled_rows = self._sampled_rows(self._padded_logits_rows(int(batch.is_sampled.sum())))
         where = (views.slots, views.positions, decodes)
         return self.model.forward(views.ids, self._attention(*where, prefills, sampled_rows, self._prompt_kv_target))
 
@@ -383,7 +383,7 @@ class CudaExecutor:
             return PlainPrefills(self.kv, self._block_tables, slots, first, count)
         blocks = (-(-(first + count) // self.kv.block_size)).tolist()
         tables = [self._host_block_tables[slot, :used] for slot, used in zip(slots.tolist(), blocks, strict=True)]
-        slices = flashinfer.PrefillSlices(slots, first, count, batch.samples[prompts], tables)
+        slices = flashinfer.PrefillSlices(slots, first, count, batch.is_sampled[prompts], tables)
         return self._flashinfer.prefills(self.kv, slices)
 
     # Graphs

@@ -25,7 +25,7 @@ class RequestOptions(NamedTuple):
     priority: int = 0  # lower goes first
     tenant: str = ""  # tenants share the engine fairly, counted in tokens
     precedence: int = 0  # lower goes first, among prompts of the same tenant
-    batch: bool = False  # wants no target: uses capacity that other requests leave
+    flex: bool = False  # wants no target: uses capacity that other requests leave
     gap_target_ms: float | None = None  # None: the engine's target
     ttft_target_ms: float | None = None  # None: the engine's target
     user: str = ""  # end user within the tenant: further prompts of one user queue behind other users'; "": none
@@ -127,17 +127,17 @@ class Engine:
                 check_milliseconds(name, value)
             except OptionError as error:
                 raise RequestError(str(error)) from None
-            if options.batch or self.calibrated_targets is None:
-                why = "a batch request" if options.batch else "an engine that was started without targets"
+            if options.flex or self.calibrated_targets is None:
+                why = "a batch request" if options.flex else "an engine that was started without targets"
                 raise RequestError(f"{name}={value:g}: {why} promises nothing; leave the target out")
         params = SchedulingParams(
             priority=options.priority,
             tenant=options.tenant,
             precedence=options.precedence,
-            batch=options.batch,
+            flex=options.flex,
             user=options.user,
         )
-        if options.batch or self.calibrated_targets is None:
+        if options.flex or self.calibrated_targets is None:
             return params
         promise = self.calibrated_targets.targets.promise(
             prompt_tokens,

@@ -28,7 +28,7 @@ class RequestTable(Protocol[Event]):
     def wait_for_new_masks(self, seconds: float) -> bool: ...
     def wait_for_a_mask(self, seconds: float) -> None: ...
     def released(self) -> list[Request]: ...
-    def inputs(self, batch: StepBatch, joined: list[Request]) -> StepInputs: ...
+    def inputs(self, batch: StepBatch, new_requests: list[Request]) -> StepInputs: ...
     def masks(self, batch: StepBatch) -> StepMasks | None: ...
     def refuse(self, requests: list[Request]) -> list[Event]: ...
     def hash_filled(self, batch: StepBatch) -> list[Request]: ...
@@ -110,7 +110,7 @@ class StepLoop(Generic[Event]):
             batch = plan.batch
             if batch is not None:
                 planned = self.clock()
-                inputs = self.table.inputs(batch, plan.joined)
+                inputs = self.table.inputs(batch, plan.new_requests)
                 pending = self.executor.submit(batch, inputs, self.table.masks(batch))
                 times = HostTimes(planned - began, self.clock() - planned, 0.0, outside)
                 self._in_flight.append(_InFlight(plan, pending, times))
@@ -141,7 +141,7 @@ class StepLoop(Generic[Event]):
         with self._all_or_nothing:
             # Now, while the device still computes: there may be many tokens to hash. From the scheduler's copy of the
             # batch, where positions are corrected if the step before did not accept all tokens.
-            filled = self.table.hash_filled(self.scheduler.in_flight[0].batch)
+            filled = self.table.hash_filled(self.scheduler.steps_in_flight[0].batch)
         try:
             result = pending.result()  # Ctrl-C here loses nothing: the step stays in flight
         except Exception:

@@ -9,7 +9,7 @@ from weft.core import CostModel, HostCost, Request, Scheduler, slo
 from weft.core.admission import DeadlineAdmission
 from weft.core.budget import StepLoad
 from weft.core.coefficients import Coefficients
-from weft.core.forecast import GROUPS, PendingPrefill, PromptRows
+from weft.core.forecast import FORECAST_GROUPS, PendingPrefill, PromptRows
 from weft.core.lineup import Lineup
 from weft.core.shape import decodes_alone
 from weft.engine.hashing import prompt_hashes, root_hash
@@ -100,18 +100,18 @@ def _visit(cost: Coefficients) -> float:
         Request(f"{number:03d}", PROMPT_TOKENS, 100, ttft_target=3600.0, gap_target=60.0) for number in range(32)
     ]
     for request in requests:
-        request.rank = policy.order.rank(request)
-        request.packed = PendingPrefill(request, 0, PROMPT_TOKENS).pack()
-    rows = PromptRows.of([request.packed for request in requests])
+        request.order_key = policy.order.key(request)
+        request.forecast_row = PendingPrefill(request, 0, PROMPT_TOKENS).pack()
+    rows = PromptRows.of([request.forecast_row for request in requests])
     lineup = Lineup(requests, np.arange(len(requests)), rows, list(range(len(requests))))
     load = StepLoad(0.0, decodes_alone(64, 64 * PROMPT_TOKENS), 60.0)
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
-        policy.admission.screen(requests, lambda newcomers: lineup, load, GROUPS)
+        policy.admission.screen(requests, lambda newcomers: lineup, load, FORECAST_GROUPS)
         seconds.append(time.perf_counter() - started)
     # Besides the forecast, each new request is looked up in the prefix cache and queued: about the same time again.
-    return 2 * _p20(seconds) / (len(requests) + GROUPS)
+    return 2 * _p20(seconds) / (len(requests) + FORECAST_GROUPS)
 
 
 def _p20(seconds: list[float]) -> float:

@@ -93,7 +93,7 @@ class MixRunner:
             slots=np.arange(len(first)),
             first=first,
             count=count,
-            samples=np.ones(len(first), np.bool_),
+            is_sampled=np.ones(len(first), np.bool_),
             num_decodes=decodes,
             shape=mix.shape(),
             new_blocks=BlockUpdates(*np.concatenate(updates, axis=1)),

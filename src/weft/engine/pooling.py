@@ -46,7 +46,7 @@ class Pooler:
 
     def pool_last_tokens(self, batch: StepBatch, hidden: "Tensor") -> "PendingEmbeddings":
         """Like `pool`, for steps without mean pooling. `hidden` has only the rows that sample, in order."""
-        sampling = np.flatnonzero(batch.samples).tolist()
+        sampling = np.flatnonzero(batch.is_sampled).tolist()
         found = [
             (row, hidden[index].float())
             for index, row in enumerate(sampling)
@@ -67,7 +67,7 @@ class Pooler:
             if kind == "mean":
                 added = hidden[end - count : end].float().sum(0)
                 self._sums[slot] = self._sums[slot] + added if slot in self._sums else added
-            if batch.samples[row]:
+            if batch.is_sampled[row]:
                 rows.append(row)
                 length = int(batch.first[row]) + count
                 vectors.append(hidden[end - 1].float() if kind == "last" else self._sums.pop(slot) / length)

@@ -24,7 +24,7 @@ class SchedulingParams(NamedTuple):
     priority: int = 0  # lower goes first
     tenant: str = ""  # tenants share the engine fairly, counted in tokens
     precedence: int = 0  # lower goes first, among prompts of the same tenant
-    batch: bool = False  # has no target; uses capacity that other requests leave
+    flex: bool = False  # has no target; uses capacity that other requests leave
     ttft_target: float = math.inf
     gap_target: float = math.inf
     ttft_source: Source = Source.REQUEST

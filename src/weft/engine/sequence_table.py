@@ -76,7 +76,7 @@ class SequenceTable:
         """Masks for the rows of a batch that sample. Call `inputs` first: it notes the slots of new sequences."""
         if not self._masks.sequences:
             return None
-        sampling = batch.slots[batch.samples]
+        sampling = batch.slots[batch.is_sampled]
         rows = np.flatnonzero(self.scheduler.slots.constrained[sampling])
         if not len(rows):
             return None
@@ -113,7 +113,7 @@ class SequenceTable:
         # Hot path, run for every request in every step: a look-up by slot, an append, a tuple built directly.
         # Finish reasons and log probabilities are rare and added afterwards.
         by_slot, make = self._by_slot, tuple.__new__
-        rows, tokens = np.flatnonzero(batch.samples), result.tokens
+        rows, tokens = np.flatnonzero(batch.is_sampled), result.tokens
         if result.accepted is not None:  # a row without accepted tokens has no sampled token
             rows = rows[result.accepted[rows] > 0]
         sequences = [by_slot[slot] for slot in batch.slots[rows].tolist()]
@@ -127,7 +127,7 @@ class SequenceTable:
         first = len(events)
         pairs = zip(sequences, tokens, strict=True)
         events += [make(TokenEvent, (sequence, token, None, None, None, 0, None)) for sequence, token in pairs]
-        for index, reason in self._finish_reasons(plan.last[rows], sequences, tokens):
+        for index, reason in self._finish_reasons(plan.may_be_last[rows], sequences, tokens):
             events[first + index] = TokenEvent(sequences[index], tokens[index], reason)
             outcome.finished.append((sequences[index].request, reason))
             by_slot[batch.slots[rows[index]]] = None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.core import HostCost, StepBatch, StepShape
-from weft.core.host import IDLE, WAKING
+from weft.core.host_cost import IDLE_S, WAKING_S
 from weft.engine.executor import Bytes, DeviceMemory, ExecutorFacts, StepInputs, StepMasks, StepResult
 from weft.kv.spec import KVLayout, KVSpec
 
@@ -46,7 +46,7 @@ class SimulatedExecutor:
         self._seconds = seconds
         self._host = host or HostCost()
         self._device_free = 0.0  # end of the last submitted step
-        self._awake = WAKING  # steps that start before this time take longer, because of an idle period before
+        self._awake = WAKING_S  # steps that start before this time take longer, because of an idle period before
         self._blocks: dict[int, Bytes] = {}
 
     def measure_memory(self) -> DeviceMemory:
@@ -62,14 +62,14 @@ class SimulatedExecutor:
     def submit(self, batch: StepBatch, inputs: StepInputs, masks: StepMasks | None = None) -> "SimulatedStep":
         self.calls += 1
         clock = self.clock
-        clock.now += self._host.before(len(batch.slots), batch.shape.slices > 0)
+        clock.now += self._host.submit_seconds(len(batch.slots), batch.shape.slices > 0)
         started = max(clock.now, self._device_free)
         idle = started - self._device_free
-        if idle > IDLE:
-            self._awake = started + WAKING
+        if idle > IDLE_S:
+            self._awake = started + WAKING_S
         slow = 1 + self._host.wake if started < self._awake else 1.0
         self._device_free = started + slow * self._seconds(batch.shape, idle)
-        tokens = [SAMPLED_TOKEN] * np.count_nonzero(batch.samples)
+        tokens = [SAMPLED_TOKEN] * np.count_nonzero(batch.is_sampled)
         return SimulatedStep(self, StepResult(tokens, started, self._device_free))
 
     def read_blocks(self, blocks: Sequence[int]) -> "SimulatedRead":

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core import Coefficients, StepShape
-from weft.core.host import WAKING
+from weft.core.host_cost import WAKING_S
 from weft.engine.calibration import Calibration
 from weft.engine.cost_fit import fit
 from weft.engine.mix_runner import MixRunner
@@ -89,7 +89,7 @@ class Survey:
 
     def wake(self) -> float:
         """Extra share of time of a step after an idle time. Measured on a step that ends before the device is awake."""
-        alone = {mix: seconds for mix, seconds in self.median.items() if not mix.decodes and seconds <= WAKING / 2}
+        alone = {mix: seconds for mix, seconds in self.median.items() if not mix.decodes and seconds <= WAKING_S / 2}
         mix = max(alone, key=alone.__getitem__, default=min(self.median, key=self.median.__getitem__))
         busy = [self.runner.run_alone(mix) for _ in range(1 + NUM_PAUSES)][1:]
         paused = []

@@ -19,7 +19,7 @@ from weft.sim.simulator import Played, Truth
 from weft.sim.traces import Arrival, Trace
 
 SEED = 0  # of the noise of simulated steps
-PLACES = {"p50": "p50", "p99": "p99", "p999": "p99.9"}  # compared percentiles, and how they are printed
+SHOWN_PERCENTILES = {"p50": "p50", "p99": "p99", "p999": "p99.9"}  # compared percentiles, and how they are printed
 TIMES = {"ttft_ms": "TTFT", "gap_ms": "gap"}
 LONE_PROBES = 16  # simulated lone streams: enough for a stable median of noisy steps
 NOISE_LIMIT = 0.5  # Truth clips noise factors at 0.5, so a larger spread would shift the mean
@@ -145,9 +145,9 @@ def compared(served: Sequence[Report], simulated: Report) -> list[ComparedFigure
     """All figures: TTFT and gap at three percentiles, tokens per second, and the share of promises kept."""
     lines = []
     for key, name in TIMES.items():
-        for place, shown in PLACES.items():
-            values = [getattr(one, key)[place] for one in served]
-            lines.append(_line(f"{name} ms {shown}", values, getattr(simulated, key)[place]))
+        for percentile, shown in SHOWN_PERCENTILES.items():
+            values = [getattr(one, key)[percentile] for one in served]
+            lines.append(_line(f"{name} ms {shown}", values, getattr(simulated, key)[percentile]))
     lines.append(_line("output tokens/s", [one.output_tokens_per_s for one in served], simulated.output_tokens_per_s))
     kept = [one.kept for one in served]
     mean = sum(kept) / len(kept)
@@ -162,8 +162,10 @@ def inside_figures(served: Sequence[Served], simulated: Report) -> list[Compared
     if not found:
         return []
     return [
-        _line(f"TTFT in the server ms {shown}", [float(values[index]) for values in found], simulated.ttft_ms[place])
-        for index, (place, shown) in enumerate(PLACES.items())
+        _line(
+            f"TTFT in the server ms {shown}", [float(values[index]) for values in found], simulated.ttft_ms[percentile]
+        )
+        for index, (percentile, shown) in enumerate(SHOWN_PERCENTILES.items())
     ]
 
 
@@ -194,8 +196,8 @@ def step_errors(served: Sequence[Served], profile: Profile) -> dict[str, dict[st
     found: dict[str, dict[str, float]] = {}
     for kind, errors in ratios.items():
         if errors:
-            places = np.percentile(errors, [10, 50, 90]).tolist()
-            found[kind] = {"steps": len(errors), **dict(zip(("p10", "p50", "p90"), places, strict=True))}
+            percentiles = np.percentile(errors, [10, 50, 90]).tolist()
+            found[kind] = {"steps": len(errors), **dict(zip(("p10", "p50", "p90"), percentiles, strict=True))}
     return found
 
 
@@ -217,7 +219,8 @@ def known_error(profile: Profile, policy: str) -> str:
         return f"{policy}: the error of {profile.name} against served traffic is not known (weft bench fidelity)"
     last = max(found, key=lambda one: str(one["date"]))
     parts = [
-        f"{name} " + " / ".join(_percent(last["errors"].get(f"{name} ms {shown}")) for shown in PLACES.values())
+        f"{name} "
+        + " / ".join(_percent(last["errors"].get(f"{name} ms {shown}")) for shown in SHOWN_PERCENTILES.values())
         for name in TIMES.values()
     ]
     parts.append(f"tokens/s {_percent(last['errors'].get('output tokens/s'))}")
@@ -288,8 +291,10 @@ def remarks(one: dict[str, Any]) -> list[str]:
     if one["others"]:
         told.append(f"Other processes took {max(one['others']):.0%} of the machine's processor time.")
     for kind, errors in one["step_errors"].items():
-        places = " / ".join(_percent(errors[place]) for place in ("p10", "p50", "p90"))
-        told.append(f"{errors['steps']:.0f} {kind} steps took {places} more than the profile says (p10 / p50 / p90).")
+        percentiles = " / ".join(_percent(errors[percentile]) for percentile in ("p10", "p50", "p90"))
+        told.append(
+            f"{errors['steps']:.0f} {kind} steps took {percentiles} more than the profile says (p10 / p50 / p90)."
+        )
     outside = one["outside_ms"]
     if "outside_p50" in outside:
         late = f"; the client sent {outside['lag_p99']:.2f} ms late at p99" if outside["lag_p99"] else ""

@@ -53,9 +53,9 @@ class Truth:
             if self.residuals is None:
                 return self.expected(shape, 0.0) * factor
             heat.note_idle(idle)
-            taken = self.expected(shape, heat.share) * factor
-            heat.note_step(shape, taken)
-            return taken
+            duration = self.expected(shape, heat.share) * factor
+            heat.note_step(shape, duration)
+            return duration
 
         return seconds
 
@@ -72,7 +72,7 @@ class Played:
     ttft: NDArray[np.float64]  # infinite: no first token
     finished: NDArray[np.float64]  # infinite: never finished
     refused: NDArray[np.bool_]
-    promised: NDArray[np.bool_]  # False: no TTFT target (batch, or even an idle machine would have missed it)
+    promised: NDArray[np.bool_]  # False: no TTFT target (flex class, or even an idle machine would have missed it)
     gap_owner: NDArray[np.int64]  # number of the gap's request
     gaps: NDArray[np.float64]
     steps: int
@@ -112,7 +112,7 @@ def play(
 class TraceTable:
     """The requests of a trace, for a loop in virtual time (a `RequestTable`). Records when tokens reach their clients.
 
-    It keeps numbers in arrays instead of Sequences with token ids: a day of traffic has millions of tokens.
+    It keeps numbers in arrays and no token ids, because a day of traffic has millions of tokens.
     """
 
     def __init__(
@@ -124,26 +124,26 @@ class TraceTable:
         self.deliveries: deque[tuple[float, float]] = deque(maxlen=4)  # (begin, end) of the last steps' deliveries
         self.arrived = 0
         count = len(trace.arrivals)
-        self.number: dict[Request, int] = {}
+        self.index_of: dict[Request, int] = {}
         self.requests: list[Request] = []
         self.ttft = np.full(count, np.inf)
         self.finished = np.full(count, np.inf)
         self.refused = np.zeros(count, np.bool_)
-        self.owner = np.zeros(scheduler.slots.size, np.int64)  # by slot: the request's number
+        self.request_of_slot = np.zeros(scheduler.slots.size, np.int64)  # by slot: the request's number
         self.last_token = np.zeros(count)
         self.stops = any(arrival.max_tokens for arrival in trace.arrivals)  # some requests end before max_tokens
-        # Remaining output tokens of each request.
-        self.left = np.array([min(a.output_tokens, a.max_tokens or a.output_tokens) for a in trace.arrivals])
+        # Output tokens that each request has still to generate.
+        self.remaining = np.array([min(a.output_tokens, a.max_tokens or a.output_tokens) for a in trace.arrivals])
         self.gap_owners: list[NDArray[np.int64]] = []
         self.gaps: list[NDArray[np.float64]] = []
         self.steps = self.prefill_tokens = self.cached_tokens = self.preemptions = 0
 
     def add_arrivals(self) -> None:
-        """Queues the requests that the engine knows by now."""
+        """Queues the requests that the engine has received by now."""
         arrivals = self.trace.arrivals
         while self.arrived < len(arrivals) and self.next_known_at <= self.clock.now:
             request = _request(self.arrived, arrivals[self.arrived], self.targets, self.scheduler.block_size)
-            self.number[request] = self.arrived
+            self.index_of[request] = self.arrived
             self.requests.append(request)
             self.scheduler.add(request)
             self.arrived += 1
@@ -151,7 +151,7 @@ class TraceTable:
 
     @property
     def next_known_at(self) -> float:
-        """When the engine receives the next request. The API process that reads it delivers tokens before."""
+        """When the engine receives the next request. The API process first delivers tokens of earlier steps."""
         sent = self.trace.arrivals[self.arrived].time
         known = sent + self.host.request
         for begun, ended in self.deliveries:
@@ -159,20 +159,20 @@ class TraceTable:
                 known += ended - max(begun, sent)
         return known
 
-    def inputs(self, batch: StepBatch, joined: list[Request]) -> StepInputs:
-        for request in joined:
-            self.owner[request.slot] = self.number[request]
+    def inputs(self, batch: StepBatch, new_requests: list[Request]) -> StepInputs:
+        for request in new_requests:
+            self.request_of_slot[request.slot] = self.index_of[request]
         return NO_INPUTS
 
     def refuse(self, requests: list[Request]) -> list[Never]:
         for request in requests:
-            self.refused[self.number[request]] = True
+            self.refused[self.index_of[request]] = True
         return []
 
     def process_result(self, plan: Plan, result: StepResult, outcome: Outcome) -> list[Never]:
         assert plan.batch is not None, "only a batch has a result"
         batch = plan.batch
-        ended = self._ended(batch, plan.last)
+        ended = self._ended(batch, plan.may_be_last)
         outcome.finished = [(self.requests[number], "length") for number in ended.tolist()]
         self._note_tokens(batch)
         self.finished[ended] = self.last_token[ended]
@@ -184,7 +184,7 @@ class TraceTable:
         self.cached_tokens += record.cached_tokens
         self.preemptions += record.preemptions
 
-    # A trace has no token values, so nothing is hashed, masked or forgotten.
+    # A trace has no token ids, so nothing is hashed, masked or forgotten.
 
     def hash_filled(self, batch: StepBatch) -> list[Request]:
         return []
@@ -210,29 +210,29 @@ class TraceTable:
     def close(self) -> None:
         pass
 
-    def _ended(self, batch: StepBatch, last: NDArray[np.bool_]) -> NDArray[np.int64]:
+    def _ended(self, batch: StepBatch, may_be_last: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Numbers of the requests that finish in this step."""
-        owners = self.owner[batch.slots[batch.samples if self.stops else last]]
-        ended: NDArray[np.int64] = owners[self.left[owners] == 1] if self.stops else owners
+        owners = self.request_of_slot[batch.slots[batch.is_sampled if self.stops else may_be_last]]
+        ended: NDArray[np.int64] = owners[self.remaining[owners] == 1] if self.stops else owners
         return ended
 
     def _note_tokens(self, batch: StepBatch) -> None:
         """Records token times. Tokens reach their clients one by one, after the tokens of the previous step."""
-        owners = self.owner[batch.slots[batch.samples]]
+        owners = self.request_of_slot[batch.slots[batch.is_sampled]]
         if self.stops:  # drop tokens of requests that finished while this step was in flight
-            owners = owners[self.left[owners] > 0]
-            self.left[owners] -= 1
+            owners = owners[self.remaining[owners] > 0]
+            self.remaining[owners] -= 1
         begun = max(self.clock.now, self.api_free)
         times = begun + self.host.token * np.arange(1, len(owners) + 1)
-        self.api_free = begun + self.host.delivery(len(owners))
+        self.api_free = begun + self.host.delivery_seconds(len(owners))
         self.deliveries.append((begun, self.api_free))
-        fresh = np.isinf(self.ttft[owners])
-        for place in np.flatnonzero(fresh).tolist():
-            number = owners[place]
-            self.ttft[number] = times[place] - self.requests[number].arrival
-        going, came = (owners[~fresh], times[~fresh]) if fresh.any() else (owners, times)
-        self.gap_owners.append(going)
-        self.gaps.append(came - self.last_token[going])
+        is_first = np.isinf(self.ttft[owners])
+        for index in np.flatnonzero(is_first).tolist():
+            number = owners[index]
+            self.ttft[number] = times[index] - self.requests[number].arrival
+        later, later_times = (owners[~is_first], times[~is_first]) if is_first.any() else (owners, times)
+        self.gap_owners.append(later)
+        self.gaps.append(later_times - self.last_token[later])
         self.last_token[owners] = times
 
     def result(self) -> Played:
@@ -260,7 +260,7 @@ def _request(number: int, arrival: Arrival, targets: Targets, block_size: int) -
     per_id = MOONCAKE_BLOCK // block_size
     whole = arrival.prefix_ids[: arrival.prompt_tokens // MOONCAKE_BLOCK]  # a partial tail is not cached
     hashes: list[Hashable] = [name * per_id + block for name in whole for block in range(per_id)]
-    promise = Promise() if arrival.batch else targets.promise(arrival.prompt_tokens)
+    promise = Promise() if arrival.flex else targets.promise(arrival.prompt_tokens)
     return Request(
         id=f"{number:06d}",
         prompt_tokens=arrival.prompt_tokens,
@@ -268,7 +268,7 @@ def _request(number: int, arrival: Arrival, targets: Targets, block_size: int) -
         arrival=arrival.time,
         hashes=hashes,
         tenant=arrival.tenant,
-        batch=arrival.batch,
+        flex=arrival.flex,
         gap_target=promise.gap,
         gap_source=promise.gap_source,
         ttft_target=promise.ttft,

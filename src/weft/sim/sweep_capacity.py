@@ -21,8 +21,8 @@ from typing import NamedTuple
 from weft.sim.score_table import ScoreTable
 from weft.sim.sweep_grid import FINE, Grid, Row, Score, SweepRun, coarse_scale, fine_scales
 
-SHARES = (0.99, 0.9)  # of all requests; the higher first, because its runs also help for the lower
-BELOW = 10  # steps of COARSE below the lowest rate of the grid: to about a quarter of it
+CAPACITY_SHARES = (0.99, 0.9)  # of all requests; the higher first, because its runs also help for the lower
+STEPS_BELOW = 10  # steps of COARSE below the lowest rate of the grid: to about a quarter of it
 TOKENS_PER_MS = 20  # rough prefill speed of the profile's device: only decides which chunk is tried first
 
 Keeps = Callable[[str, float], bool]  # (policy, scale): whether the share is kept there
@@ -105,7 +105,7 @@ def families(grid: Grid, gap: int) -> list[list[str]]:
 def ladder(grid: Grid, trace: str) -> list[float]:
     """The rates of the first bisection: the grid's, and lower ones."""
     course = grid.course(trace)
-    return [coarse_scale(step) for step in range(course.lowest - BELOW, course.highest + 1)]
+    return [coarse_scale(step) for step in range(course.lowest - STEPS_BELOW, course.highest + 1)]
 
 
 class _Needed(Exception):
@@ -118,15 +118,15 @@ class _Needed(Exception):
 def _search_family(table: ScoreTable, policies: Sequence[str], trace: str, truth: str, gap: int) -> None:
     """Finds the best policy for every share. Raises _Needed at the first score that is missing."""
     rejected: Mapping[str, float] = {}
-    for share in SHARES:
+    for share in CAPACITY_SHARES:
 
-        def kept(policy: str, scale: float, share: float = share) -> bool:
+        def keeps_share(policy: str, scale: float, share: float = share) -> bool:
             score = table.row(Row(trace, truth, policy, gap)).get(scale)
             if score is None:
                 raise _Needed(SweepRun.of(trace, truth, policy, gap, scale))
             return keeps(score, share)
 
-        best = find_best(policies, kept, ladder(table.grid, trace), rejected)
+        best = find_best(policies, keeps_share, ladder(table.grid, trace), rejected)
         rejected = best.rejected
         policies = sorted(policies, key=lambda policy: policy != best.policy)  # the best one is likely to win again
 
@@ -140,7 +140,10 @@ class Best(NamedTuple):
 
 
 def find_best(
-    policies: Sequence[str], kept: Keeps, rates: Sequence[float], failed: Mapping[str, float] = MappingProxyType({})
+    policies: Sequence[str],
+    keeps_share: Keeps,
+    rates: Sequence[float],
+    failed: Mapping[str, float] = MappingProxyType({}),
 ) -> Best:
     """The policy with the highest capacity. A policy that fails just above the best rate so far costs only one run.
 
@@ -148,37 +151,37 @@ def find_best(
     is saved.
     """
     first, *others = policies
-    best, rejected = Best(first, search(partial(kept, first), rates), {}), {}
+    best, rejected = Best(first, search(partial(keeps_share, first), rates), {}), {}
     for policy in others:
         if best.scale == rates[-1]:
             break
         above = rates[0] if best.scale is None else min(fine_scales(best.scale, best.scale * FINE**2)[0], rates[-1])
-        if policy in failed and failed[policy] <= above and not kept(policy, failed[policy]):
+        if policy in failed and failed[policy] <= above and not keeps_share(policy, failed[policy]):
             continue
-        if not kept(policy, above):
+        if not keeps_share(policy, above):
             rejected[policy] = above
             continue
-        scale = search(partial(kept, policy), rates)
+        scale = search(partial(keeps_share, policy), rates)
         if scale is not None and (best.scale is None or scale > best.scale):
             best = Best(policy, scale, {})
     return best._replace(rejected=rejected)
 
 
-def search(kept: Callable[[float], bool], rates: Sequence[float]) -> float | None:
+def search(keeps_share: Callable[[float], bool], rates: Sequence[float]) -> float | None:
     """The highest rate that keeps the share, by bisection on the grid and then between two grid rates; None if none."""
-    low = _bisect(kept, rates)
+    low = _bisect(keeps_share, rates)
     if low is None or low == rates[-1]:
         return low
-    finer = _bisect(kept, fine_scales(low, rates[rates.index(low) + 1]))
+    finer = _bisect(keeps_share, fine_scales(low, rates[rates.index(low) + 1]))
     return low if finer is None else finer
 
 
-def _bisect(kept: Callable[[float], bool], rates: Sequence[float]) -> float | None:
+def _bisect(keeps_share: Callable[[float], bool], rates: Sequence[float]) -> float | None:
     """The highest rate that keeps the share, if all lower rates do too; None if no rate does."""
     low, high = -1, len(rates)
     while high - low > 1:
         middle = (low + high) // 2
-        if kept(rates[middle]):
+        if keeps_share(rates[middle]):
             low = middle
         else:
             high = middle

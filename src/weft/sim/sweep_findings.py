@@ -78,7 +78,7 @@ class Findings:
 
 
 def ratio(one: Score | None, other: Score | None) -> float | None:
-    """CapacityRatio of two goodputs; None if one is not known, 1 if both are 0."""
+    """Ratio of two goodputs; None if one is not known, 1 if both are 0."""
     if one is None or other is None:
         return None
     if not other.goodput_rps:
@@ -87,7 +87,7 @@ def ratio(one: Score | None, other: Score | None) -> float | None:
 
 
 class CapacityRatio(NamedTuple):
-    """CapacityRatio of two capacities. The sign says that one of them is only known to be below or above a rate."""
+    """Ratio of two capacities. The sign says that one of them is only known to be below or above a rate."""
 
     value: float
     sign: str = ""
@@ -97,7 +97,7 @@ class CapacityRatio(NamedTuple):
 
 
 def capacity_ratio(one: Capacity | None, other: Capacity | None) -> CapacityRatio | None:
-    """CapacityRatio of two capacities; None if one is not known, or if both lie beyond the same end of the rates."""
+    """Ratio of two capacities; None if one is not known, or if both lie beyond the same end of the rates."""
     if one is None or other is None:
         return None
     if (one.kept is None and other.kept is None) or (one.broken is None and other.broken is None):

@@ -8,13 +8,12 @@ from weft.errors import OptionError
 from weft.sim.compare import KEPT_GAPS
 from weft.sim.score_table import ScoreTable
 from weft.sim.sweep import missing_runs
-from weft.sim.sweep_capacity import BELOW, Capacity
-from weft.sim.sweep_capacity import SHARES as SEARCHED_SHARES
+from weft.sim.sweep_capacity import CAPACITY_SHARES, STEPS_BELOW, Capacity
 from weft.sim.sweep_file import read_scores, scheduler_hash
 from weft.sim.sweep_findings import Findings, capacity_ratio
 from weft.sim.sweep_grid import BEATEN, COARSE, FALLEN, FINE, OVERLOAD, TRUTHS, Course, Grid, Score
 
-SHARES = tuple(sorted(SEARCHED_SHARES))
+SHARES = tuple(sorted(CAPACITY_SHARES))
 
 # Thresholds of the four claims, and the trace of the third.
 NEAR_BEST, FIXED_FALLS, WIN, HOLDS_UP = 0.99, 0.8, 1.25, 0.9
@@ -67,7 +66,7 @@ requests keep both promises. Every request counts, and a run goes on until the l
 put off count, and so do refusals: beyond the {1 - SHARES[0]:.0%} or {1 - SHARES[1]:.0%} that may be broken, refusing
 the expensive requests cannot raise it. The share that is kept is not exactly monotone in
 the rate: capacity is the highest rate that was run such that it and all lower rates that were run keep the share. It
-is searched by bisection to {FINE - 1:.0%}, down to {COARSE**-BELOW:.2g} times the lowest rate of the grid. Of the
+is searched by bisection to {FINE - 1:.0%}, down to {COARSE**-STEPS_BELOW:.2g} times the lowest rate of the grid. Of the
 chunks the best counts; the others fail at the next higher rate.
 
 **Peaks** are another matter. Goodput is kept promises over the seconds of arrivals, after scaling; a peak

@@ -14,7 +14,7 @@ from weft.errors import EngineError
 from weft.sim.sweep_grid import Score, SweepRun
 from weft.sim.sweep_run import Material, score_run
 
-STALE = 1.0  # seconds between checks of the clock, and of whether the parent process is alive
+CHECK_S = 1.0  # seconds between checks of the clock, and of whether the parent process is alive
 _material: Material | None = None  # of a worker process; sent once instead of with every run
 
 
@@ -51,7 +51,7 @@ class SweepWorkers:
 
     def results(self) -> Iterator[tuple[SweepRun, list[Score]]]:
         """Results that have arrived; waits at most STALE seconds."""
-        for future in wait(self._runs, STALE, FIRST_COMPLETED).done:
+        for future in wait(self._runs, CHECK_S, FIRST_COMPLETED).done:
             run = self._runs[future]
             try:
                 scores = future.result()
@@ -78,7 +78,7 @@ def _prepare(material: Material, parent: int) -> None:
 def _end_with(parent: int) -> None:
     """Ends this worker if its parent was killed. The other workers hold the pool's pipes open, so no read fails."""
     while os.getppid() == parent:
-        time.sleep(STALE)
+        time.sleep(CHECK_S)
     os._exit(1)
 
 

@@ -24,7 +24,7 @@ class Arrival:
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()  # equal ids at equal indices mean equal blocks of MOONCAKE_BLOCK tokens
     tenant: str = ""
-    batch: bool = False
+    flex: bool = False
     max_tokens: int = 0  # limit that the scheduler sees instead of output_tokens; 0: it sees output_tokens
 
 
@@ -138,11 +138,11 @@ def _spread(arrivals: list[Arrival]) -> list[Arrival]:
     moments: dict[float, int] = {}
     for arrival in arrivals:
         moments[arrival.time] = moments.get(arrival.time, 0) + 1
-    placed: dict[float, int] = {}
+    spread_so_far: dict[float, int] = {}
     spread = []
     for arrival in arrivals:
-        index = placed.get(arrival.time, 0)
-        placed[arrival.time] = index + 1
+        index = spread_so_far.get(arrival.time, 0)
+        spread_so_far[arrival.time] = index + 1
         offset = MOONCAKE_BIN * index / moments[arrival.time]
         spread.append(replace(arrival, time=arrival.time + offset))
     return spread

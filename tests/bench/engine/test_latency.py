@@ -53,7 +53,7 @@ def test_only_steps_with_the_whole_batch_and_no_prefill_count(tmp_path: Path) ->
         assert len(records) > len(full) >= 1 + WARM_UP_STEPS + 20
         assert not found.engine.loop.sequences
         assert not found.engine.loop.has_work
-        assert found.engine.loop.scheduler.kv.pool.num_free == found.engine.loop.scheduler.num_blocks
+        assert found.engine.loop.scheduler.kv.block_pool.num_free == found.engine.loop.scheduler.num_blocks
         least, most = (
             decode_work(found.config, 4, 5, DECODE_PROMPT_TOKENS + context).floor(SLOW) * 1000
             for context in (WARM_UP_STEPS, 40)

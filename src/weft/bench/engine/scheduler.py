@@ -131,9 +131,9 @@ class _Clock:
         self.longest = max(self.longest, time.thread_time() - started)
         self.refused += len(plan.refused)
         if plan.batch is not None:
-            step = self.scheduler.in_flight[-1]
+            step = self.scheduler.steps_in_flight[-1]
             ended = self.now + (step.predicted or 0.0)
-            done = [(step.requests[row], "length") for row in np.flatnonzero(plan.last).tolist()]
+            done = [(step.requests[row], "length") for row in np.flatnonzero(plan.may_be_last).tolist()]
             self.scheduler.commit(plan.batch, Outcome(finished=done), self.now, ended)
             self.now = ended
 

@@ -291,7 +291,7 @@ class EngineProcessLoop:
     def _idle_step(self) -> EngineStep:
         """The current counters as a step without tokens, for when nothing runs."""
         now, scheduler = self.loop.clock(), self.loop.scheduler
-        waiting, free = scheduler.num_waiting, scheduler.kv.pool.num_free
+        waiting, free = scheduler.num_waiting, scheduler.kv.block_pool.num_free
         return EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, waiting, 0, free, num_handled=self._num_handled)
 
     def _keep_record(self, record: StepRecord) -> None:
@@ -309,7 +309,7 @@ class EngineProcessLoop:
 def _prefill_done(key: int, sequence: Sequence) -> PrefillDone:
     request = sequence.request
     started, first = request.started or 0.0, request.first_token or 0.0
-    predicted, has_promise = _finite(request.predicted_ttft), request.deadline < math.inf
+    predicted, has_promise = _finite(request.predicted_ttft), request.promised_due < math.inf
     return PrefillDone(key, started, first, request.cached_tokens, predicted, has_promise)
 
 

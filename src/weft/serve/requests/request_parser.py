@@ -253,7 +253,7 @@ class RequestParser:
         salt = context.salt + (body.cache_salt or "")
         engine_params = replace(params, stop=None)  # the API process looks for stop strings
         promise = Promise()
-        if info.has_targets and not options.batch:
+        if info.has_targets and not options.flex:
             own = (_seconds(options.ttft_target_ms), _seconds(options.gap_target_ms))
             constrained = params.structured_outputs is not None
             promise = info.targets.promise(max(map(len, prompts)), *own, constrained)
@@ -326,9 +326,9 @@ def _text_of(message: Json) -> str:
 
 
 def _request_options(body: SamplingBody, context: RequestContext, info: EngineInfo) -> RequestOptions:
-    batch = body.service_tier == "flex"
+    flex = body.service_tier == "flex"
     ttft_ms, gap_ms = context.targets
-    if batch and (ttft_ms or gap_ms):
+    if flex and (ttft_ms or gap_ms):
         raise RequestError("service_tier=flex is promised nothing: leave the x-slo headers out")
     if not info.has_targets:
         ttft_ms = gap_ms = None  # response headers tell the client so (NOT_PROMISED)
@@ -339,7 +339,7 @@ def _request_options(body: SamplingBody, context: RequestContext, info: EngineIn
         priority=0,
         tenant=context.tenant,
         precedence=body.priority or 0,
-        batch=batch,
+        flex=flex,
         gap_target_ms=gap_ms,
         ttft_target_ms=ttft_ms,
         user=body.user or "",
