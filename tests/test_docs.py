@@ -6,7 +6,6 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -77,9 +76,6 @@ def identifiers(node: ast.AST) -> Iterator[str]:
 
 WORDS = {name for node in NODES for name in identifiers(node)}
 OTHER_NAMES = {"MHz", "ZeroMQ", "CPU", "GPU", "OpenTelemetry"}  # names that look like names of classes
-# Words of the glossary that no longer exist. A rewrite of the page deletes its words here; the set must be empty at the
-# end.
-OUTDATED: set[str] = {"Job", "EngineHandle"}
 QUOTED = re.compile(r"`([^`\n]+)`")
 NAME = re.compile(r"\w+(\.\w+)*(\(\))?")
 CAMEL_CASE = re.compile(r"\b[A-Z]+[a-z]+(?:[A-Z]+[a-z]*)+\b|\b[A-Z]{2,}[a-z]+\w*\b")
@@ -115,16 +111,27 @@ def test_names_in_the_pages_about_the_code_exist(page: Path) -> None:
 
 
 def test_names_in_the_glossary_exist() -> None:
-    """The first column of a table in architecture.md has names of classes, and words that the code uses."""
-    wrong, unused = [], set(OUTDATED)
-    lines = ARCHITECTURE.read_text().splitlines()
-    for number, (line, next_line) in enumerate(pairwise([*lines, ""]), start=1):
-        if not line.startswith("| ") or line.startswith("| ---") or next_line.startswith("| ---"):
-            continue
-        for word in re.findall(r"\w+", line.split("|")[1]):
-            is_known = word in CLASSES or (word.lower() in WORDS and not CAMEL_CASE.fullmatch(word))
-            if not is_known and word not in OUTDATED:
-                wrong.append(f"{ARCHITECTURE.relative_to(ROOT)}:{number}: {word}")
-            unused.discard(word)
+    """The first column of the vocabulary has names of classes, and words that the code uses."""
+    vocabulary = re.search(r"^## Vocabulary\n(.*?)^##", ARCHITECTURE.read_text(), re.DOTALL | re.MULTILINE)
+    assert vocabulary
+    rows = [line for line in vocabulary[1].splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 20
+    words = [word for row in rows for word in re.findall(r"\w+", row.split("|")[1])]
+    assert [
+        word for word in words if word not in CLASSES and (word.lower() not in WORDS or CAMEL_CASE.fullmatch(word))
+    ] == []
+
+
+def test_the_way_of_a_request_exists() -> None:
+    """Rows `| stop | file.py | `Class.function` |` of architecture.md: a name is defined in one of its row's files."""
+    rows = re.findall(
+        r"^\| [^|]+ \| ([\w/., ]+\.py) \| (`[^|]+`) \|$", (ROOT / "docs/architecture.md").read_text(), re.M
+    )
+    assert len(rows) > 20
+    wrong = []
+    for files, names in rows:
+        source = "\n".join((ROOT / "src/weft" / name.strip()).read_text() for name in files.split(","))
+        for name in re.findall(r"[\w.]+", names):
+            if not all(re.search(rf"\b(class|def) {part}\b", source) for part in name.split(".")):
+                wrong.append(f"{files}: {name}")
     assert wrong == []
-    assert unused == set(), "delete these from OUTDATED"
