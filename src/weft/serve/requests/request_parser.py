@@ -332,7 +332,7 @@ def _wishes(body: SamplingBody, context: RequestContext, info: EngineInfo) -> Wi
         raise RequestError("service_tier=flex is promised nothing: leave the x-slo headers out")
     if not info.has_targets:
         ttft_ms = gap_ms = None  # response headers tell the client so (NOT_PROMISED)
-    # The HTTP field `priority` only orders prompts of the same API key, as `user` does. It is `Wishes.precedence`.
+    # The HTTP field `priority` only orders prompts of the same API key, as `user` does: `Wishes.precedence`.
     # `Wishes.priority` is the engine-wide class, which `weft.LLM.generate(priority=...)` sets. It stays 0
     # here: fairness decides between API keys, and no client can put itself before others.
     return Wishes(
