@@ -19,21 +19,21 @@ def test_fetch() -> None:
     parts = torch.tensor(segments, dtype=torch.int32, device=DEVICE)
     table = torch.zeros(300, dtype=torch.int32, device=DEVICE)
     expected_table = table.cpu()
-    for turn, lengths in enumerate(((3, 20, 0, 1), (0, 7, 3800, 50), (0, 0, 0, 0), (20, 20, 1, 0), (1, 0, 700, 9))):
+    for step, lengths in enumerate(((3, 20, 0, 1), (0, 7, 3800, 50), (0, 0, 0, 0), (20, 20, 1, 0), (1, 0, 700, 9))):
         found = torch.full((4000,), -1, dtype=torch.int32, device=DEVICE)
         expected = found.cpu()
         host.copy_(torch.randint(0, 10**9, host.shape, dtype=torch.int32))
-        page = host[turn % 3]
-        page[:4] = torch.tensor(lengths)
-        page[3900:3950] = torch.randperm(300)[:50]
+        buffer = host[step % 3]
+        buffer[:4] = torch.tensor(lengths)
+        buffer[3900:3950] = torch.randperm(300)[:50]
         fetch.fetch(ring, parts, found, table, max(lengths))
         for begin, at in segments[:-2]:
-            expected[begin : begin + lengths[at]] = page[begin : begin + lengths[at]]
+            expected[begin : begin + lengths[at]] = buffer[begin : begin + lengths[at]]
         assert torch.equal(found.cpu(), expected)
         news = lengths[3]
-        expected_table[page[3900 : 3900 + news].long()] = page[3950 : 3950 + news]
+        expected_table[buffer[3900 : 3900 + news].long()] = buffer[3950 : 3950 + news]
         assert torch.equal(table.cpu(), expected_table)
-        assert ring.state.tolist() == [(turn + 1) % 3, 0]
+        assert ring.state.tolist() == [(step + 1) % 3, 0]
 
 
 def test_scatter() -> None:
@@ -41,9 +41,9 @@ def test_scatter() -> None:
     host = host.pin_memory() if DEVICE.type == "cuda" else host
     for count in (0, 1, 900):
         found = torch.zeros(3000, dtype=torch.int32, device=DEVICE)
-        places, numbers = host[:count], host[1000 : 1000 + count]
-        places.copy_(torch.randperm(3000)[:count])
-        fetch.scatter(places, numbers, found)
+        indices, numbers = host[:count], host[1000 : 1000 + count]
+        indices.copy_(torch.randperm(3000)[:count])
+        fetch.scatter(indices, numbers, found)
         expected = torch.zeros(3000, dtype=torch.int32)
-        expected[places.long()] = numbers
+        expected[indices.long()] = numbers
         assert torch.equal(found.cpu(), expected)

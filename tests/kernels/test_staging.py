@@ -42,12 +42,12 @@ def test_what_is_written_arrives(staging_buffer: staging.StagingBuffer, seed: in
                 numbers[:, :padded] = np.array(padding)[:, None]
                 numbers[:, : values.shape[1]] = values
                 most = max(most, padded)
-        places = random.permutation(TABLE)[: random.integers(0, 700)]
-        values = random.integers(0, 1000, len(places))
-        if staging_buffer.put_block_updates(places, values):
-            table[places] = values
+        indices = random.permutation(TABLE)[: random.integers(0, 700)]
+        values = random.integers(0, 1000, len(indices))
+        if staging_buffer.put_block_updates(indices, values):
+            table[indices] = values
         else:
-            assert len(places) > 500
+            assert len(indices) > 500
         staging_buffer.fetch(None if random.random() < 0.5 else most)  # a graph's knows nothing of the updates
         moment: Any = Moment()
         if not given_up:

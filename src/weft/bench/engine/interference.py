@@ -81,14 +81,14 @@ def measure(
     scene = _Scene(engine, scenario, np.random.default_rng(seed + 1))
     try:
         if target is None:
-            scene.create_sequences()
+            scene.open_streams()
             target = TARGET_STEPS * float(np.median(scene.quiet_gaps()))
             scene.clear()
         if policy == "slo" and calibrated_targets is not None:
             engine.calibrated_targets = replace(
                 calibrated_targets, targets=replace(calibrated_targets.targets, gap=target)
             )
-        scene.create_sequences()
+        scene.open_streams()
         quiet = scene.quiet_gaps()
         measured = scene.gaps_during_prefill(progress)
         return Interference(
@@ -122,7 +122,7 @@ class _Scene:
         self.steps = 0
         self.prefill_tokens = 0
 
-    def create_sequences(self) -> None:
+    def open_streams(self) -> None:
         for prompt in self.prompts:
             room = self.engine.max_model_len - self.scenario.stream_prompt
             stream = self._open(prompt, room)
