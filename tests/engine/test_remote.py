@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import FrameType
 
 import msgspec
 import numpy as np
@@ -151,10 +152,14 @@ class SlowExecutor(ToyExecutor):
 
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """Ctrl-C, a little later."""
+    """Ctrl-C, a little later, while the loop waits for the executor: in its bookkeeping it would end every sequence."""
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code is threading.Condition.wait.__code__:
+                raise KeyboardInterrupt
+            frame = frame.f_back
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)
