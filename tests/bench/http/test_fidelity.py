@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.running import RunningServer
+from tests.serve.running import RunningServer, calibrate_quickly
 from weft.llm import DEFAULT_MODEL
 
 WORKLOAD = "poisson:rate=20,prompt=uniform:5:60,output=uniform:2:6,duration=0.5"
@@ -25,10 +25,9 @@ def fidelity(*arguments: str | Path, home: Path) -> subprocess.CompletedProcess[
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for calibrations, for all processes that run these tests: the same engine is calibrated once."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "calibrations"
-    folder.mkdir(exist_ok=True)
+    """A folder with a calibration of the small engine."""
+    folder = tmp_path_factory.mktemp("calibrations")
+    calibrate_quickly(folder, *SMALL)
     return folder
 
 
@@ -51,7 +50,7 @@ def test_a_workload_is_served_over_http_and_simulated_with_the_servers_calibrati
     done = fidelity(*command, home=home)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
-    check(found, ["slo", "chunked"])  # slo first, whose start makes the calibration
+    check(found, ["slo", "chunked"])  # slo first, whose start makes the calibration where there is none
     assert found["profile"]["origin"].startswith("measured with weft")
     assert (found["profile"]["max_num_seqs"], found["profile"]["max_num_batched_tokens"]) == (16, 256)
     assert found["truth"]["noise"] == pytest.approx(min(found["profile"]["spread"], 0.5))
