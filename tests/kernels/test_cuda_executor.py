@@ -228,9 +228,8 @@ def test_memory_that_is_taken_later_is_known(tmp_path: Path, monkeypatch: pytest
         assert isinstance(executor, cuda_executor.CudaExecutor)
         monkeypatch.setattr(FullGraphDouble, "__init__", counted)
         executor.capture()
-        graphs = sum(
-            3 if isinstance(one, PiecewiseGraphDouble) else 1 for one in made
-        )  # one ends where a layer attends
+        # Pieces of a pass over three layers are three graphs: one ends where a layer attends.
+        graphs = sum(3 if isinstance(one, PiecewiseGraphDouble) else 1 for one in made)
         assert len(made) > len({type(one) for one in made}) == 2
         assert executor.later_bytes == executor.sampler.later_bytes + graphs * cuda_executor.GRAPH_BYTES
         assert executor.sampler.later_bytes == 5 * tiny.VOCAB * Slots.size_for(SEQS)

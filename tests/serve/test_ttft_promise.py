@@ -14,9 +14,8 @@ from weft.serve.requests.parsed_request import ParsedRequest, promise_headers
 INFINITE = float("inf")
 BY_DEFAULT = Targets(gap=0.05, ttft=2.0, gap_source=Source.DEFAULT, ttft_source=Source.DEFAULT)
 BY_OPERATOR = Targets(gap=0.05, ttft=2.0)
-IMPOSSIBLE = (
-    INFINITE  # the scheduler sets it as the target of a prompt that even an idle machine could not read in time
-)
+# The scheduler sets this as the target of a prompt that even an idle machine could not read in time.
+IMPOSSIBLE = INFINITE
 
 
 def told(promise: Promise, ttft_target: float) -> tuple[bool, list[tuple[bytes, bytes]]]:

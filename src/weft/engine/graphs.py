@@ -14,13 +14,11 @@ from torch import Tensor
 from weft.kernels.attention import AttentionParams
 
 PromptAttention = Callable[[AttentionParams, Tensor, Tensor], None]  # arguments: a layer's parameters, queries, output
-GRAPH_GRAIN = (
-    128  # tokens between two sizes of mixed steps up to 1,024 (and 64 is a size); larger sizes are farther apart
-)
+# Tokens between two sizes of mixed steps up to 1,024 (and 64 is a size); larger sizes are farther apart.
+GRAPH_GRAIN = 128
 MOST_PADDING = 1.25  # a graph may run up to this many times the tokens of a step, plus GRAPH_GRAIN
-LAUNCH_WORK = (
-    1 << 37
-)  # tokens * parameters of a layer: with less, the device takes less time than the host to launch it
+# Tokens * parameters of a layer: with less, the device takes less time than the host to launch it.
+LAUNCH_WORK = 1 << 37
 
 
 class FullGraph:

@@ -38,9 +38,8 @@ from weft.engine.executor import (
 from weft.errors import EngineError
 from weft.kv.spec import KVSpec
 
-MESSAGE_HEADER = struct.Struct(
-    ">QQ?"
-)  # in front of every message: bytes that follow, number of the request, whether it failed
+# In front of every message: bytes that follow, number of the request, whether it failed.
+MESSAGE_HEADER = struct.Struct(">QQ?")
 MAX_MESSAGE_BYTES = 1 << 34
 JOINED_BYTES = 1 << 16  # smaller messages are copied behind their header and sent together with it
 CONNECTION_CLOSED = "the connection to the executor's process is closed"

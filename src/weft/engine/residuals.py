@@ -18,9 +18,8 @@ from weft.core.coefficients import Coefficients
 from weft.core.refit import HUBER
 from weft.core.shape import StepShape
 
-HEATING_SECONDS = (
-    0.03  # seconds after which the GPU clock has followed a load change by two thirds; measured on an H200
-)
+# Seconds after which the GPU clock has followed a load change by two thirds; measured on an H200.
+HEATING_SECONDS = 0.03
 SIZE_PRIOR_STEPS = 4.0  # steps; a size with fewer measurements is assumed to be mostly like the others
 HEAT_PRIOR = 1e-3  # weight of a prior of zero for heat: keeps the fit regular if no step is hot
 FEWEST_STEPS = 64  # steps of each kind that a fit needs

@@ -58,9 +58,8 @@ def calibrate(
     survey = Survey(runner, facts.grain, facts.wave, seconds, progress)
     survey.explore()
     survey.repeat()
-    wake = (
-        0.0 if facts.prepares_ahead else survey.wake()
-    )  # with `prepares_ahead` the device is a GPU, and its clock is not the host's
+    # With `prepares_ahead` the device is a GPU, and its clock is not the host's.
+    wake = 0.0 if facts.prepares_ahead else survey.wake()
     survey.runner.finish()
     perform = partial(
         rehearse,
