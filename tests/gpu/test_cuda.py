@@ -243,7 +243,8 @@ def test_kernels_that_overlap_compute_the_same(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("where", "call"), [("open", 2), ("open", 20), ("fetch", 2), ("close", 2), ("close", 20), ("put_block_updates", 6)]
+    ("where", "call"),
+    [("begin_step", 2), ("begin_step", 20), ("fetch", 2), ("end_step", 2), ("end_step", 20), ("put_block_updates", 6)],
 )
 def test_a_step_that_was_given_up_does_no_harm(
     where: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
