@@ -9,7 +9,7 @@ from weft.core.request import Request
 from weft.core.running import RunningRequests
 from weft.core.shape import step_shape
 from weft.core.slots import ints
-from weft.core.step import BlockUpdates, StepBatch
+from weft.core.step import BlockUpdates, StepBatch, WaitsFor
 
 
 class PromptSlice(NamedTuple):
@@ -34,7 +34,8 @@ class BatchBuilder:
         self.scheduled_prefills: set[Request] = set()  # requests in `prefills`
         self.new_requests: list[Request] = []  # got a slot; the executor does not know them yet
         self.cached_tokens = 0
-        self.preemptions = 0
+        self.preempted: list[Request] = []
+        self.waits_for: WaitsFor = ""
         self.lost_tokens = 0  # computed or cached tokens of the preempted requests
 
     def add(self, request: Request, first: int, count: int) -> None:

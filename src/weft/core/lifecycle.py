@@ -54,7 +54,7 @@ class RequestLifecycle:
         lost = int(slots.computed[slot])
         request.lost_tokens += lost
         request.preemptions += 1
-        self.builder.preemptions += 1
+        self.builder.preempted.append(request)
         self.builder.lost_tokens += lost
         self._unseat(request)
         request.state = State.WAITING

@@ -13,6 +13,7 @@ from weft.core.preemption import Preemption
 from weft.core.queue import PrefillOrder, WaitingQueue
 from weft.core.request import Request, State
 from weft.core.running import RunningRequests
+from weft.core.step import WaitsFor
 from weft.core.tenants import Tenants
 
 
@@ -44,10 +45,11 @@ class PrefillPass:
             if request.flex:
                 budget.limit_flex()
             if request.state is State.WAITING:
-                preemptions = builder.preemptions
-                if not self._start(request, budget, load, order):
+                preemptions = len(builder.preempted)
+                if waits_for := self._start(request, budget, load, order):
+                    builder.waits_for = builder.waits_for or waits_for
                     continue
-                if builder.preemptions > preemptions and not builder.prefills:
+                if len(builder.preempted) > preemptions and not builder.prefills:
                     load = self.decodes.step_load(load.start)  # without the targets of the victims
                     budget = self._budget(load)
             order.served(request)
@@ -65,8 +67,8 @@ class PrefillPass:
             load = load._replace(wished_max_step=self.decodes.wished_max_step())
         return self.policy.budget_policy.budget(load)
 
-    def _start(self, request: Request, budget: Budget, load: StepLoad, order: PrefillOrder) -> bool:
-        """Gives a waiting request a seat if it may start now. Returns whether it did.
+    def _start(self, request: Request, budget: Budget, load: StepLoad, order: PrefillOrder) -> WaitsFor:
+        """Gives a waiting request a seat if it may start now. Returns what it waits for; "" if it has started.
 
         Otherwise one of three things follows for the requests behind it in this step:
         - no seat, slot, memory or budget: no further request starts, so that no smaller request overtakes it (`close`)
@@ -75,27 +77,30 @@ class PrefillPass:
         """
         if request.awaits_mask:
             order.pass_over(request)
-            return False
-        if request.slot >= 0 or budget.room(0, 1) < 1 or not self.running.slots.num_free:
+            return "grammar"
+        if request.slot >= 0 or budget.room(0, 1) < 1:
             order.close()
-            return False
+            return "budget"
+        if not self.running.slots.num_free:
+            order.close()
+            return "seats"
         blocks = self.kv.blocks_for(request.num_tokens)
         if self.tenants.is_over(request.account, flex=request.flex, seats=1, blocks=blocks):
             order.close_line(request)
-            return False
+            return "tenant"
         for victim in self.preemption.victims_for_start(request, load):
             self.lifecycle.preempt(victim)
         if not self.preemption.has_room(request):
             order.close()
-            return False
+            return "blocks" if len(self.running) < self.running.max_num_seqs else "seats"
         if not self.decodes.fits_decode_step(request, load):
             if request.flex:  # thousands may wait behind it; they would find no slack either
                 order.close_line(request)
             else:
                 order.pass_over(request)
-            return False
+            return "gap"
         self.lifecycle.start(request)
-        return True
+        return ""
 
     def _plan_slice(self, request: Request, budget: Budget) -> int:
         """Plans the request's next slice. Returns its tokens; 0 if the budget is spent or blocks are short."""

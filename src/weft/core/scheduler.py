@@ -276,10 +276,12 @@ class Scheduler:
             prefill_limit=prefill_limit,
             predicted=self.policy.predict(batch.shape),
             cached_tokens=builder.cached_tokens,
-            preemptions=builder.preemptions,
+            preempted=builder.preempted,
             lost_tokens=builder.lost_tokens,
             starved=has_waiting and self.policy.budget_policy.starves(load),
             may_be_last=batch.is_sampled & (slots.num_tokens[batch.slots] >= slots.limit[batch.slots]),
+            new_slots=[(request.slot, request) for request in builder.new_requests],
+            waits_for=builder.waits_for,
         )
         builder.clear()
         return step

@@ -1,13 +1,19 @@
 """The data of one step: for the executor (StepBatch), for the scheduler (PlannedStep), and the result (Outcome)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.request import Request
 from weft.core.shape import StepShape
+
+
+# What the first waiting request waits for: a seat, KV blocks, a share of this step's prefill budget, a decode step short
+# enough for a promised gap, its tenant's share, or the mask of its grammar. "": all have started, or none was looked at.
+WaitsFor = Literal["", "seats", "blocks", "budget", "gap", "tenant", "grammar"]
 
 
 class BlockUpdates(NamedTuple):
@@ -61,9 +67,11 @@ class PlannedStep:
     prefill_limit: str  # what limited the prefill tokens; `reason` of the StepRecord
     predicted: float | None  # seconds; None: there is no cost model
     cached_tokens: int  # tokens taken from the prefix cache instead of computed
-    preemptions: int
+    preempted: list[Request]
     lost_tokens: int  # computed or cached tokens of the preempted requests
     starved: bool  # see StepRecord
+    new_slots: list[tuple[int, Request]]  # see StepRecord
+    waits_for: WaitsFor
     may_be_last: NDArray[np.bool_]  # see Plan
 
     def record(
@@ -86,7 +94,7 @@ class PlannedStep:
             decode_tokens=decode_tokens,
             prefill_tokens=self.batch.num_tokens - self.batch.num_decodes,
             cached_tokens=self.cached_tokens,
-            preemptions=self.preemptions,
+            preemptions=len(self.preempted),
             lost_tokens=self.lost_tokens,
             requests_finished=requests_finished,
             running=running,
@@ -94,6 +102,10 @@ class PlannedStep:
             free_blocks=free_blocks,
             shape=self.batch.shape,
             starved=self.starved,
+            batch=self.batch,
+            new_slots=self.new_slots,
+            preempted=self.preempted,
+            waits_for=self.waits_for,
         )
 
 
@@ -139,3 +151,7 @@ class StepRecord:
     shape: StepShape = NOTHING  # input of the cost model
     host: HostTimes = NO_TIMES  # set by the loop
     starved: bool = False  # a promised gap leaves prefills less than a quarter of the pace that `chunked` would give
+    batch: StepBatch | None = None
+    new_slots: Sequence[tuple[int, Request]] = ()  # slots that this step or a plan without a batch before it gave away
+    preempted: Sequence[Request] = ()  # while this step was planned
+    waits_for: WaitsFor = ""

@@ -1,0 +1,61 @@
+"""Recording: the frames of a recording, by engine process, for an analysis."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from weft.observe.frames import EngineFrame, Frame, LagFrame, PromptFrame, RequestFrame, StepFrame, read_frames
+
+
+@dataclass
+class EngineRun:
+    """The frames of one engine process, in order of time."""
+
+    info: EngineFrame | None = None  # None: the recording begins later
+    steps: list[StepFrame] = field(default_factory=list)
+    prompts: dict[int, PromptFrame] = field(default_factory=dict)  # by key
+    requests: dict[int, RequestFrame] = field(default_factory=dict)  # by key; sequences that have ended
+
+
+@dataclass
+class Recording:
+    """All engine processes of a server, and what happened in its API process."""
+
+    runs: list[EngineRun] = field(default_factory=list)
+    lags: list[LagFrame] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, frames: Iterable[Frame]) -> Self:
+        found = cls()
+        current: dict[str, EngineRun] = {}
+        for frame in frames:
+            if isinstance(frame, LagFrame):
+                found.lags.append(frame)
+                continue
+            run = current.get(frame.engine)
+            if run is None or isinstance(frame, EngineFrame):
+                run = current[frame.engine] = EngineRun()
+                found.runs.append(run)
+            match frame:
+                case EngineFrame():
+                    run.info = frame
+                case StepFrame():
+                    run.steps.append(frame)
+                case PromptFrame():
+                    run.prompts[frame.key] = frame
+                case RequestFrame():
+                    run.requests[frame.key] = frame
+        return found
+
+    @classmethod
+    def read(cls, path: Path, progress: Callable[[int], None] = lambda done: None) -> Self:
+        """Reads a file. `progress` is told the bytes that were read so far."""
+        with path.open("rb") as file:
+
+            def frames() -> Iterable[Frame]:
+                for frame in read_frames(file, str(path)):
+                    progress(file.tell())
+                    yield frame
+
+            return cls.of(frames())
