@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from weft.core.request import Request
 from weft.core.shape import StepShape
 
-
-# What the first waiting request waits for: a seat, KV blocks, a share of this step's prefill budget, a decode step short
-# enough for a promised gap, its tenant's share, or the mask of its grammar. "": all have started, or none was looked at.
+# What the first waiting request waits for: a seat, KV blocks, a share of the step's prefill budget, a decode step short
+# enough for a promised gap, its tenant's share, or the mask of its grammar. "": all have started, or no plan got to it.
 WaitsFor = Literal["", "seats", "blocks", "budget", "gap", "tenant", "grammar"]
 
 

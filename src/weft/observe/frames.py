@@ -164,7 +164,7 @@ def packed(frames: Iterable[bytes]) -> bytes:
 
 
 def read_frames(file: BinaryIO, name: str = "the recording") -> Iterator[Frame]:
-    """Yields the frames of a recording. A last frame that is cut off is left out: its writer was killed, or still writes.
+    """Yields the frames of a recording. A last frame that is cut off is left out: its writer was killed.
 
     Raises RecordingError if this is no recording, if another version made it, or if a frame is damaged.
     """
