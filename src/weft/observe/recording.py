@@ -34,6 +34,8 @@ class Recording:
                 found.lags.append(frame)
                 continue
             run = current.get(frame.engine)
+            if isinstance(frame, EngineFrame) and run is not None and run.info == frame:
+                continue  # a rotated file, or another part of a live recording, begins with the frame again
             if run is None or isinstance(frame, EngineFrame):
                 run = current[frame.engine] = EngineRun()
                 found.runs.append(run)
