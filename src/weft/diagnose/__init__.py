@@ -1,1 +1,1 @@
-"""Diagnosis: which phase of a server hurts, the numbers that say so, and what to change."""
+"""Which phase of a server hurts, the numbers that say so, and what to change."""

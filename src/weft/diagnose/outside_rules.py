@@ -1,4 +1,4 @@
-"""OutsideRules: findings from the metrics of a server, with what can be known from outside and no more.
+"""Findings from the metrics of a server, with what can be known from outside and no more.
 
 Metrics have no blame, so that each rule names the pattern that it takes for its symptom.
 """

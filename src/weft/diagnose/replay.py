@@ -3,22 +3,23 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
-from weft.core import Request, Scheduler, Targets
+from weft.core import HostCost, Request, Scheduler, Targets
 from weft.core.promises import Source
 from weft.diagnose.facts import Spread
 from weft.diagnose.finding import Change
 from weft.diagnose.step_times import StepTimes
-from weft.engine.loop import StepLoop
-from weft.engine.simulated import SimulatedExecutor, VirtualClock
+from weft.engine.simulated import VirtualClock
 from weft.observe.frames import EngineFrame, PromptFrame
 from weft.observe.recording import EngineRun
 from weft.sim.compare import KEPT_GAPS, make_policy
 from weft.sim.fidelity import truth_of
 from weft.sim.profiles import Profile
-from weft.sim.simulator import TraceTable
+from weft.sim.simulator import TraceTable, play
 from weft.sim.traces import Arrival, Trace
 
 START = Change("as it was")
@@ -83,20 +84,18 @@ def replay(
         max_num_seqs=profile.max_num_seqs,
         enable_prefix_caching=info.enable_prefix_caching,
     )
-    clock = VirtualClock()
-    executor = SimulatedExecutor(clock, truth_of(profile).clock(), profile.host)
-    table = _ReplayTable(requests, scheduler, clock, profile, change.gap_target)
-    loop = StepLoop(scheduler, executor, table, clock=clock, on_record=table.note_record)
-    while True:
-        table.add_arrivals()
-        calls = executor.calls
-        loop.step()
-        progress(table.arrived)
-        if executor.calls == calls:  # nothing was planned, and nothing was in flight
-            if table.arrived == len(requests):
-                break
-            clock.now = max(clock.now, table.next_known_at)
-    played = table.result()
+    start = requests[0].prompt.arrival
+    arrivals = [Arrival(one.prompt.arrival - start, one.prompt.prompt_tokens, one.output_tokens) for one in requests]
+    make_table = partial(_ReplayTable, requests=requests, gap_target=change.gap_target)
+    played = play(
+        Trace("recording", tuple(arrivals)),
+        scheduler,
+        truth_of(profile),
+        Targets(),  # every request has its own
+        progress,
+        profile.host,
+        make_table,
+    )
     refused = int(played.refused.sum())
     return _scores(change.words, requests, played.ttft, played.gap_owner, played.gaps, change, refused)
 
@@ -106,22 +105,21 @@ class _ReplayTable(TraceTable):
 
     def __init__(
         self,
-        requests: list[ReplayedRequest],
+        trace: Trace,
         scheduler: Scheduler,
+        targets: Targets,
         clock: VirtualClock,
-        profile: Profile,
+        host: HostCost,
+        *,
+        requests: list[ReplayedRequest],
         gap_target: float | None,
     ) -> None:
-        start = requests[0].prompt.arrival
-        arrivals = [
-            Arrival(one.prompt.arrival - start, one.prompt.prompt_tokens, one.output_tokens) for one in requests
-        ]
-        super().__init__(Trace("recording", tuple(arrivals)), scheduler, Targets(), clock, profile.host)
-        self._requests, self._gap_target = requests, gap_target
+        super().__init__(trace, scheduler, targets, clock, host)
+        self._replayed, self._gap_target = requests, gap_target
 
     def add_arrivals(self) -> None:
-        while self.arrived < len(self._requests) and self.next_known_at <= self.clock.now:
-            request = _request(self.arrived, self._requests[self.arrived], self.trace, self._gap_target)
+        while self.arrived < len(self._replayed) and self.next_known_at <= self.clock.now:
+            request = _request(self.arrived, self._replayed[self.arrived], self.trace, self._gap_target)
             self.index_of[request] = self.arrived
             self.requests.append(request)
             self.scheduler.add(request)
@@ -169,9 +167,9 @@ def _profile(info: EngineFrame, profile: Profile, change: Change) -> Profile:
 def _scores(
     name: str,
     requests: list[ReplayedRequest],
-    ttft: np.ndarray,  # seconds by request; infinite: no first token
-    owners: np.ndarray,  # by gap: index of its request
-    gaps: np.ndarray,
+    ttft: NDArray[np.float64],  # seconds by request; infinite: no first token
+    owners: NDArray[np.int64],  # by gap: index of its request
+    gaps: NDArray[np.float64],
     change: Change,
     refused: int,
 ) -> Scores:

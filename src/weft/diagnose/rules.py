@@ -6,6 +6,7 @@ small weight: they come after all that does.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from weft.diagnose.facts import Facts
 from weft.diagnose.finding import Change, Finding, Symptom
@@ -30,7 +31,21 @@ SPARE_GAP = 1.5  # a target needs this many lone decode steps; `weft serve` rais
 def diagnose(facts: Facts) -> list[Finding]:
     """The findings, the main one first. None: the engine is healthy."""
     found = [finding for rule in RULES if (finding := rule(facts)) is not None]
-    return sorted(found, key=lambda finding: -finding.weight)
+    named = [replace(finding, engine=facts.engine) for finding in found]
+    return sorted(named, key=lambda finding: -finding.weight)
+
+
+def summary(facts: Facts) -> list[str]:
+    """What was recorded, in two lines."""
+    targets = "" if facts.has_own_targets else " (requests without a target: see --gap-target-ms and --ttft-target-ms)"
+    return [
+        f"engine {facts.engine}: {facts.prompts} requests, {facts.steps} steps in {facts.seconds:.1f} s, policy "
+        f"{facts.policy or 'not recorded'}{targets}",
+        f"first token p50 {_ms(facts.ttft.p50)}, p99 {_ms(facts.ttft.p99)} ({facts.first_tokens.late} of "
+        f"{facts.first_tokens.tokens} late); gaps p50 {_ms(facts.gap.p50)}, p99 {_ms(facts.gap.p99)} "
+        f"({facts.gaps.late} of {facts.gaps.tokens} late); KV cache {facts.kv_used.p50:.0%} used; device idle "
+        f"{facts.idle_share:.0%} of the time with work",
+    ]
 
 
 def is_late(facts: Facts) -> bool:
@@ -378,7 +393,7 @@ def api_process(facts: Facts) -> Finding | None:
     if found is None or not facts.lags:
         return found
     lag = f"its event loop stood still {facts.lags} times, {_ms(facts.lag_seconds)} in total"
-    return Finding(**{**vars(found), "evidence": (*found.evidence, lag)})
+    return replace(found, evidence=(*found.evidence, lag))
 
 
 def transfers(facts: Facts) -> Finding | None:
