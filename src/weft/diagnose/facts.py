@@ -2,19 +2,18 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.core import StepShape
 from weft.core.shape import decodes_alone
 from weft.diagnose.prefixes import PrefixFacts, prefix_facts
 from weft.diagnose.step_times import StepTimes
-from weft.observe.blame import Cause, LateToken, late_tokens
+from weft.observe.blame import NEEDED, Cause, LateToken, late_tokens
 from weft.observe.frames import PromptFrame
 from weft.observe.recording import EngineRun, Recording
 from weft.sim.profiles import Profile, read_profile
@@ -61,8 +60,8 @@ class Spread:
 class Lateness:
     """Late tokens of one kind: first tokens, or later ones. Seconds are beyond the targets.
 
-    The seconds of a token go first to the causes that it could do without. The rest is left to the decode batch (for a
-    later token) or to its own prefill (for a first token).
+    The seconds of a token go first to the causes that it could do without, then to the decode batch and to its own
+    prefill (see `charged`).
     """
 
     tokens: int = 0  # all tokens of this kind, late or not
@@ -155,7 +154,8 @@ def facts_of(run: EngineRun, recording: Recording, yardsticks: Yardsticks) -> Fa
     long = {key for key, tokens in lengths.items() if tokens >= max(LONG_PROMPT * median, LEAST_LONG_TOKENS)}
     firsts = times.first_tokens()
     ttft = {key: firsts[key] - prompt.arrival for key, prompt in run.prompts.items() if key in firsts}
-    limits = _Limits.of(run, times, profile)
+    prefix = prefix_facts(run, times, block_size)
+    limits = _Limits.of(run, times, prefix, profile)
     late_first, late_gaps, blamed = _lateness(run, recording, times, long, limits, len(ttft))
     gap_seconds = times.gaps()[1]
     pauses = times.started[1:] - times.finished[:-1]
@@ -212,7 +212,7 @@ def facts_of(run: EngineRun, recording: Recording, yardsticks: Yardsticks) -> Fa
         preempted_requests=len(set(preempted)),
         lost_tokens=sum(step.lost_tokens for step in run.steps),
         waits={reason: number / len(run.steps) for reason, number in waits.items() if reason},
-        prefix=prefix_facts(run, times, block_size),
+        prefix=replace(prefix, known_tokens={}),  # it is for the limits only
         prefix_caching=info.enable_prefix_caching if info else True,
         idle_share=idle / max(1e-9, idle + times.busy_seconds()),
         host=Spread.of(hosts.sum(axis=1)),
@@ -241,15 +241,21 @@ def profile_of_run(run: EngineRun) -> Profile | None:
 
 def _with_targets(run: EngineRun, yardsticks: Yardsticks) -> EngineRun:
     """The run with the yardsticks as targets of standard prompts that have none."""
-    prompts = {}
+    prompts, requests = {}, dict(run.requests)
     for key, prompt in run.prompts.items():
         if prompt.flex:  # the flex class has no targets on purpose
             prompts[key] = prompt
             continue
-        gap = yardsticks.gap if prompt.gap_target is None else prompt.gap_target
-        first = yardsticks.first_token(prompt.prompt_tokens) if prompt.ttft_target is None else prompt.ttft_target
-        prompts[key] = msgspec.structs.replace(prompt, gap_target=gap, ttft_target=first)
-    return EngineRun(run.info, run.steps, prompts, run.requests)
+        gap, first = prompt.gap_target, prompt.ttft_target
+        if gap is None and key in requests:
+            # Without a target, the API process has recorded no late chunks. The ends of steps take their place.
+            requests[key] = msgspec.structs.replace(requests[key], stream=False)
+        prompts[key] = msgspec.structs.replace(
+            prompt,
+            gap_target=yardsticks.gap if gap is None else gap,
+            ttft_target=yardsticks.first_token(prompt.prompt_tokens) if first is None else first,
+        )
+    return EngineRun(run.info, run.steps, prompts, requests)
 
 
 @dataclass(frozen=True)
@@ -259,10 +265,10 @@ class _Limits:
     profile: Profile | None
     lone_decode: float | None
     context: float  # tokens: median length of a running sequence
-    first_slices: dict[int, tuple[float, int]]
+    known_tokens: dict[int, int]  # by key: prompt tokens that the prefix cache had, or could have had
 
     @classmethod
-    def of(cls, run: EngineRun, times: StepTimes, profile: Profile | None) -> Self:
+    def of(cls, run: EngineRun, times: StepTimes, prefix: PrefixFacts, profile: Profile | None) -> Self:
         lengths = [prompt.prompt_tokens for prompt in run.prompts.values()]
         context = float(np.median(lengths)) if lengths else 0.0
         if profile is not None:
@@ -270,7 +276,7 @@ class _Limits:
         else:
             decode_steps = (times.finished - times.started)[~times.is_prefill]
             lone = float(decode_steps.min()) if len(decode_steps) else None
-        return cls(profile, lone, context, times.first_slices())
+        return cls(profile, lone, context, prefix.known_tokens)
 
     def is_impossible(self, prompt: PromptFrame, *, is_first: bool) -> bool:
         """Whether an idle machine would miss this target of the prompt."""
@@ -278,7 +284,7 @@ class _Limits:
             return None not in (prompt.gap_target, self.lone_decode) and prompt.gap_target < self.lone_decode  # type: ignore[operator]
         if prompt.ttft_target is None or self.profile is None:
             return False
-        cached = self.first_slices.get(prompt.key, (0.0, 0))[1]
+        cached = self.known_tokens.get(prompt.key, 0)
         cost = self.profile.coefficients
         alone = cost.predict(cost.with_slice(StepShape(), cached, prompt.prompt_tokens - cached))
         return prompt.ttft_target < alone
@@ -297,24 +303,28 @@ class _Limits:
         return low
 
 
-def charged(token: LateToken, base: Cause) -> dict[Cause, float]:
-    """Divides the seconds beyond a token's target among its causes: `base` gets what the others do not cover."""
+def charged(token: LateToken) -> dict[Cause, float]:
+    """Divides the seconds beyond a token's target among its causes.
+
+    What every token needs (NEEDED) gets only what the other causes do not cover: without them, it would be in time.
+    """
     over = token.seconds - token.target
-    found = defaultdict[Cause, float](float)
+    needed, others = defaultdict[Cause, float](float), defaultdict[Cause, float](float)
     for part in token.parts:
-        if part.cause is not base and part.seconds > 0:
-            found[part.cause] += part.seconds
-    avoidable = sum(found.values())
-    if avoidable > over:
-        return {cause: seconds * over / avoidable for cause, seconds in found.items()}
-    return {**found, base: over - avoidable}
+        if part.seconds > 0:
+            (needed if part.cause in NEEDED else others)[part.cause] += part.seconds
+    avoidable, rest = sum(others.values()), sum(needed.values())
+    by_others = min(over, avoidable)
+    found = {cause: seconds * by_others / avoidable for cause, seconds in others.items()}
+    if rest and over > by_others:
+        found |= {cause: seconds * (over - by_others) / rest for cause, seconds in needed.items()}
+    return found
 
 
 def _lateness(
     run: EngineRun, recording: Recording, times: StepTimes, long: set[int], limits: _Limits, num_first: int
 ) -> tuple[Lateness, Lateness, tuple[tuple[int, float, int], ...]]:
     """Lateness of first tokens and of gaps, and the long prompts that caused some of it."""
-    share = _long_share(times, long)
     sums: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     seconds: dict[bool, defaultdict[str, float]] = {True: defaultdict(float), False: defaultdict(float)}
     blamed = defaultdict[int, float](float)
@@ -330,23 +340,20 @@ def _lateness(
             one["impossible"] += 1
             seconds[is_first]["impossible"] += over
             continue
-        causes = charged(token, Cause.OWN_PREFILL if is_first else Cause.DECODES)
+        causes = charged(token)
         for cause, value in causes.items():
             seconds[is_first][cause] += value
         if token.key in long:
             continue
         for part in token.parts:
-            if part.cause is not Cause.PREFILL or not part.seconds:
+            named = sum(part.shares)
+            if part.cause not in (Cause.PREFILL, Cause.QUEUE) or not named:
                 continue
-            guilty = [key for key in part.keys if key in long]
-            by_long = causes.get(Cause.PREFILL, 0.0) * (
-                share(token.began, token.ended) if len(guilty) < len(part.keys) else 1.0
-            )
-            if guilty:
-                seconds[is_first]["long"] += by_long
-                blamed[guilty[0]] += by_long
-        if is_first and (queued := causes.get(Cause.QUEUE, 0.0)):
-            seconds[is_first]["long"] += queued * share(token.began, token.ended)
+            for key, share in zip(part.keys, part.shares, strict=True):
+                if key in long:
+                    caused = causes.get(part.cause, 0.0) * share / named
+                    seconds[is_first]["long"] += caused
+                    blamed[key] += caused
     found = []
     for is_first, tokens in ((True, num_first), (False, len(times.token_keys) - len(times.first_tokens()))):
         sum_of, by_cause = sums[is_first], dict(seconds[is_first])
@@ -364,19 +371,3 @@ def _lateness(
     ranked = sorted(blamed.items(), key=lambda item: -item[1])
     most = tuple((key, value, run.prompts[key].prompt_tokens) for key, value in ranked[:MOST_BLAMED])
     return found[0], found[1], most
-
-
-def _long_share(times: StepTimes, long: set[int]) -> "Callable[[float, float], float]":
-    """A function from a period to the share of its prefilled tokens that belong to long prompts."""
-    is_long = np.isin(times.slice_keys, list(long))
-    zero = np.zeros(1)
-    every = np.concatenate([zero, np.cumsum(times.slice_tokens)])
-    of_long = np.concatenate([zero, np.cumsum(np.where(is_long, times.slice_tokens, 0))])
-    ends: NDArray[np.float64] = times.finished[times.slice_steps]
-
-    def share(began: float, ended: float) -> float:
-        first, last = np.searchsorted(ends, (began, ended), "right").tolist()
-        tokens = every[last] - every[first]
-        return float((of_long[last] - of_long[first]) / tokens) if tokens else 0.0
-
-    return share

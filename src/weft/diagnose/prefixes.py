@@ -1,7 +1,7 @@
 """PrefixFacts: which prompts repeat the beginning of an earlier one, and how much of that was computed again."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from weft.observe.recording import EngineRun
 # A prompt is taken for the next turn of a session if it is as long as an earlier prompt and its answer together, and
 # at most so many tokens longer.
 MOST_NEW_TOKENS = 512
+MOST_COMPARED = 64  # earlier prompts with the same first block, the last ones
 LEAST_LOST_TOKENS = 256  # of a turn, computed again although an earlier turn had them; less is a partial block
 
 
@@ -29,6 +30,7 @@ class PrefixFacts:
     broken_prompts: int = 0  # next turns that differ from the turn before at an early block
     broken_tokens: int = 0  # of the turn before, computed again for them
     broken_block: int | None = None  # the block at which most of them differ, from 0
+    known_tokens: dict[int, int] = field(default_factory=dict)  # by key: cached, or seen in an earlier prompt
 
     @property
     def hit_rate(self) -> float:
@@ -48,6 +50,7 @@ def prefix_facts(run: EngineRun, times: StepTimes, block_size: int) -> PrefixFac
     events = [(began, 1, key) for key, (began, _) in starts.items() if key in run.prompts]
     events += [(ended, 0, key) for key, ended in ends.items() if key in run.prompts and key in starts]
     seen: set[int] = set()
+    known_tokens: dict[int, int] = {}
     turns = _Turns(block_size)
     count = prompt_tokens = cached_tokens = seen_tokens = evicted_tokens = evicted_prompts = 0
     for _, is_start, key in sorted(events):
@@ -60,6 +63,7 @@ def prefix_facts(run: EngineRun, times: StepTimes, block_size: int) -> PrefixFac
         cached = starts[key][1]
         known = _known_blocks(numbers, seen) * block_size
         known = max(cached, min(known, (prompt.prompt_tokens - 1) // block_size * block_size))
+        known_tokens[key] = known
         lost = known - cached
         count += 1
         prompt_tokens += prompt.prompt_tokens
@@ -68,7 +72,7 @@ def prefix_facts(run: EngineRun, times: StepTimes, block_size: int) -> PrefixFac
         if lost >= LEAST_LOST_TOKENS:
             evicted_tokens += lost
             evicted_prompts += 1
-        turns.compare(prompt, numbers, known // block_size)
+        known_tokens[key] += turns.compare(prompt, numbers, known // block_size)
     return PrefixFacts(
         count,
         prompt_tokens,
@@ -79,6 +83,7 @@ def prefix_facts(run: EngineRun, times: StepTimes, block_size: int) -> PrefixFac
         turns.broken_prompts,
         turns.broken_tokens,
         turns.blocks.most_common(1)[0][0] if turns.blocks else None,
+        known_tokens,
     )
 
 
@@ -111,20 +116,25 @@ class _Turns:
             entry = (prompt.prompt_tokens + output_tokens, np.frombuffer(prompt.prefix, np.int32))
             self._by_first_block.setdefault(numbers[0], []).append(entry)
 
-    def compare(self, prompt: PromptFrame, numbers: list[int], known: int) -> None:
-        if not numbers:
-            return
-        earlier = self._by_first_block.get(numbers[0], [])[-64:]
-        fitting = [blocks for length, blocks in earlier if 0 <= prompt.prompt_tokens - length <= MOST_NEW_TOKENS]
+    def compare(self, prompt: PromptFrame, numbers: list[int], known: int) -> int:
+        """Counts the prompt if it is a broken turn. `known` of its blocks were seen. Returns the tokens that it lost."""
+        earlier = self._by_first_block.get(numbers[0], []) if numbers else []
+        fitting = [
+            blocks
+            for length, blocks in earlier[-MOST_COMPARED:]
+            if 0 <= prompt.prompt_tokens - length <= MOST_NEW_TOKENS
+        ]
         if not fitting:
-            return
+            return 0
         own = np.array(numbers, np.int32)
         shared, blocks = max(((_shared(own, one), one) for one in fitting), key=lambda pair: pair[0])
         lost = (min(len(blocks), len(own)) - max(shared, known)) * self.block_size
-        if 2 * shared < len(blocks) and lost >= LEAST_LOST_TOKENS:
-            self.broken_prompts += 1
-            self.broken_tokens += lost
-            self.blocks[shared] += 1
+        if 2 * shared >= len(blocks) or lost < LEAST_LOST_TOKENS:
+            return 0
+        self.broken_prompts += 1
+        self.broken_tokens += lost
+        self.blocks[shared] += 1
+        return lost
 
 
 def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

@@ -16,9 +16,10 @@ from weft.observe.blame import Cause
 # these shares, lateness is not a finding, unless streams stall.
 LATE_SHARE = 0.01
 STALL_SHARE = 0.001  # of all gaps
-LEAST_WEIGHT = 0.05  # of the late time; less is not listed
+LEAST_WEIGHT = 0.1  # of the late time; less is not listed
 WITHOUT_LATENESS = 0.01  # weight of a symptom that costs, but makes no token late
 AGAIN_SHARE = 0.3  # of the computed prompt tokens were computed before: a third of the prefill is waste
+ENOUGH_AGAIN_SHARE = 0.6  # if so much was computed before, all late time of prefill is due to it: no queue would remain
 LEAST_AGAIN_PROMPTS = 3  # fewer are no pattern
 IDLE_SHARE = 0.3  # of the time with work, the device idles: the host sets the pace
 LEAST_IDLE_STEPS = 50  # fewer steps say nothing about a pace
@@ -63,7 +64,7 @@ def prefill_queueing(facts: Facts) -> Finding | None:
     """First tokens are late because prompts wait for each other, or take long themselves."""
     first = facts.first_tokens
     causes = (Cause.QUEUE, Cause.OWN_PREFILL, Cause.PREFILL, Cause.DECODES)
-    seconds = (first.of(*causes) - first.long_prompt_seconds) * (1 - _again(facts))
+    seconds = (first.of(*causes) - first.long_prompt_seconds - _starved(facts)) * (1 - _again(facts))
     refused = facts.refused > LATE_SHARE * max(1, facts.prompts)
     weight = _weight(facts, seconds)
     if weight is None and not (refused and is_late(facts)):
@@ -294,7 +295,7 @@ def large_batches(facts: Facts) -> Finding | None:
 def impossible_target(facts: Facts) -> Finding | None:
     """A target that this device misses even for a single request."""
     first, gaps = facts.first_tokens, facts.gaps
-    weight = _weight(facts, first.impossible_seconds + gaps.impossible_seconds)
+    weight = _weight(facts, first.impossible_seconds + gaps.impossible_seconds + _starved(facts))
     requests = max(facts.impossible_ttft, facts.impossible_gap)
     if weight is None or requests <= IMPOSSIBLE_SHARE * facts.prompts:
         return None
@@ -457,11 +458,18 @@ def _weight(facts: Facts, seconds: float) -> float | None:
 
 
 def _again(facts: Facts) -> float:
-    """Share of the prefill that was computed before; 0 if that is no pattern."""
+    """Share of the late time of prefill that is due to computing prompts again; 0 if that is no pattern."""
     prefix = facts.prefix
     if prefix.evicted_prompts + prefix.broken_prompts < LEAST_AGAIN_PROMPTS or prefix.again_share < AGAIN_SHARE:
         return 0.0
-    return min(1.0, prefix.again_share)
+    return min(1.0, prefix.again_share / ENOUGH_AGAIN_SHARE)
+
+
+def _starved(facts: Facts) -> float:
+    """Seconds of late first tokens that an impossible gap target causes: `slo` leaves prefill no time beside it."""
+    if not facts.policy.startswith("slo") or facts.impossible_gap <= IMPOSSIBLE_SHARE * facts.prompts:
+        return 0.0
+    return facts.first_tokens.of(Cause.DECODES, Cause.QUEUE) - facts.first_tokens.long_prompt_seconds
 
 
 def _slo(facts: Facts) -> Change:
