@@ -66,7 +66,7 @@ SHORT = replace(GOALS, ttft=0.09, ttft_per_1k=0.0)  # enough for a prompt whose 
 
 
 def sessions(prefix: Callable[[int, int, int], int], count: int = 40) -> list[Arrival]:
-    """Sessions of five turns, eight seconds apart. `prefix` names a block from the session, the turn and the index."""
+    """Sessions of five turns, eight seconds apart. `prefix` names a block by the session, the turn and the index."""
     return [
         Arrival(
             8.0 * turn + 0.2 * session, 512 * size, 30, tuple(prefix(session, turn, block) for block in range(size))

@@ -1,6 +1,7 @@
 """Each situation, made in the simulator, gives its finding and no other; its replay shows the gain of the change."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -54,21 +55,28 @@ def test_a_situation_gives_its_finding_and_no_other(make: Callable[[], Recording
         assert finding.setting
 
 
-# Situations in which a setting helps. (A change of the host, the clients or the prompts is no setting.)
-HELPED = [make for make, symptom in EXPECTED.items() if symptom is not None and diagnose(found(make)[1])[0].changes]
+# The host, the clients and the prompts are no settings of a scheduler.
+NO_SETTING = (
+    situations.host_bound,
+    situations.slow_clients,
+    situations.api_process,
+    situations.broken_prefixes,
+)
+HELPED = [make for make, symptom in EXPECTED.items() if symptom is not None and make not in NO_SETTING]
+
+
+@pytest.mark.parametrize("make", NO_SETTING, ids=lambda make: make.__name__)
+def test_what_no_setting_changes_is_not_replayed(make: Callable[[], Recording]) -> None:
+    (finding,) = diagnose(found(make)[1])
+    assert finding.changes == ()
 
 
 @pytest.mark.parametrize("make", HELPED, ids=lambda make: make.__name__)
 def test_a_proposed_change_helps_in_the_replay(make: Callable[[], Recording]) -> None:
     (finding,) = diagnose(found(make)[1])
     before = scores(make, START)
-    after = [scores(make, change) for change in finding.changes]
-    assert max(one.kept for one in after) > before.kept
-    assert before.kept < 0.99 or finding.symptom is Symptom.INTERFERENCE
-
-
-def test_most_situations_have_a_change_to_replay() -> None:
-    assert len(HELPED) >= 7
+    assert before.kept < 0.99
+    assert max(scores(make, change).kept for change in finding.changes) > before.kept + 0.05
 
 
 @pytest.mark.parametrize("make", [situations.healthy, situations.interference, situations.prefix_reuse])
@@ -86,7 +94,7 @@ def test_interference_names_the_documents_and_without_them_the_gaps_are_in_time(
     recording, facts = found(situations.interference)
     run = recording.runs[0]
     documents = {key for key, prompt in run.prompts.items() if prompt.prompt_tokens == 30_000}
-    assert {key for key, _, _ in facts.blamed} == documents
+    assert {one.key for one in facts.blamed} == documents
     (finding,) = diagnose(facts)
     isolation = next(change for change in finding.changes if change.without)
     assert isolation.without == documents
@@ -108,7 +116,7 @@ def test_evicted_and_broken_prefixes_are_told_apart() -> None:
 def test_the_cache_of_a_replay_holds_what_the_recorded_one_held() -> None:
     """Sessions whose beginnings are cached: the prefixes of the recording are those of the replay."""
     arrivals = situations.sessions(lambda session, turn, block: 1000 * session + block)
-    recording = situations.record("chunked:2048", arrivals, targets=situations.SHORT)
+    recording = situations.record("chunked:1536", arrivals, targets=replace(situations.SHORT, ttft=0.3))
     facts = facts_of(recording.runs[0], recording, Yardsticks())
     assert facts.prefix.hit_rate > 0.6
     assert facts.prefix.evicted_tokens == 0

@@ -4,7 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ from weft.core import StepShape
 from weft.core.shape import decodes_alone
 from weft.diagnose.prefixes import PrefixFacts, prefix_facts
 from weft.diagnose.step_times import StepTimes
-from weft.observe.blame import NEEDED, Cause, LateToken, late_tokens
+from weft.observe.blame import KEPT_GAPS, NEEDED, Cause, LateToken, late_tokens
 from weft.observe.frames import PromptFrame
 from weft.observe.recording import EngineRun, Recording
 from weft.sim.profiles import Profile, read_profile
@@ -67,6 +67,7 @@ class Lateness:
     tokens: int = 0  # all tokens of this kind, late or not
     late: int = 0
     stalls: int = 0  # late by STALL targets
+    broken: int = 0  # requests with a late first token, or with more than 1% of their gaps late
     seconds: dict[str, float] = field(default_factory=dict)  # by Cause
     long_prompt_seconds: float = 0.0  # of those, caused by prefill of few long prompts of other requests
     impossible_seconds: float = 0.0  # late against a target that even an idle machine misses; in no other sum
@@ -82,6 +83,19 @@ class Lateness:
     @property
     def total(self) -> float:
         return sum(self.seconds.values()) + self.impossible_seconds
+
+
+class BlamedPrompt(NamedTuple):
+    """A long prompt that made tokens of other requests late."""
+
+    key: int
+    request_id: str  # "": not known, or another tenant's
+    prompt_tokens: int
+    seconds: float  # beyond the targets of others
+
+    def __str__(self) -> str:
+        known = "".join(one if one.isprintable() else "?" for one in self.request_id)  # clients may choose it
+        return f"{known or f'sequence {self.key}'} ({self.prompt_tokens} tokens: {self.seconds:.3g} s)"
 
 
 @dataclass(frozen=True)
@@ -111,7 +125,7 @@ class Facts:
     gap_is_promised: bool = False
     ttft_target: float | None = None
     has_own_targets: bool = True  # False: the yardsticks were taken for most prompts
-    blamed: tuple[tuple[int, float, int], ...] = ()  # long prompts: key, late seconds caused, tokens; most first
+    blamed: tuple[BlamedPrompt, ...] = ()  # the most first
     running: Spread = Spread()
     waiting: Spread = Spread()
     decodes: Spread = Spread()  # by step that has any
@@ -323,8 +337,10 @@ def charged(token: LateToken) -> dict[Cause, float]:
 
 def _lateness(
     run: EngineRun, recording: Recording, times: StepTimes, long: set[int], limits: _Limits, num_first: int
-) -> tuple[Lateness, Lateness, tuple[tuple[int, float, int], ...]]:
+) -> tuple[Lateness, Lateness, tuple[BlamedPrompt, ...]]:
     """Lateness of first tokens and of gaps, and the long prompts that caused some of it."""
+    late_of: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}  # late tokens by key
+    broken: dict[bool, set[int]] = {True: set(), False: set()}
     sums: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     seconds: dict[bool, defaultdict[str, float]] = {True: defaultdict(float), False: defaultdict(float)}
     blamed = defaultdict[int, float](float)
@@ -335,6 +351,9 @@ def _lateness(
         is_first = token.token_index == 0
         one, over = sums[is_first], token.seconds - token.target
         one["late"] += 1
+        late_of[is_first][token.key] += 1
+        if is_first or late_of[is_first][token.key] > (1 - KEPT_GAPS) * (token.output_tokens - 1):
+            broken[is_first].add(token.key)
         one["stalls"] += token.seconds >= STALL * token.target
         if limits.is_impossible(prompt, is_first=is_first):
             one["impossible"] += 1
@@ -362,6 +381,7 @@ def _lateness(
                 tokens,
                 sum_of["late"],
                 sum_of["stalls"],
+                len(broken[is_first]),
                 long_prompt_seconds=by_cause.pop("long", 0.0),
                 impossible_seconds=by_cause.pop("impossible", 0.0),
                 seconds=by_cause,
@@ -369,5 +389,13 @@ def _lateness(
             )
         )
     ranked = sorted(blamed.items(), key=lambda item: -item[1])
-    most = tuple((key, value, run.prompts[key].prompt_tokens) for key, value in ranked[:MOST_BLAMED])
+    most = tuple(
+        BlamedPrompt(
+            key,
+            run.requests[key].request_id if key in run.requests else "",
+            run.prompts[key].prompt_tokens,
+            value,
+        )
+        for key, value in ranked[:MOST_BLAMED]
+    )
     return found[0], found[1], most

@@ -117,7 +117,7 @@ class _Turns:
             self._by_first_block.setdefault(numbers[0], []).append(entry)
 
     def compare(self, prompt: PromptFrame, numbers: list[int], known: int) -> int:
-        """Counts the prompt if it is a broken turn. `known` of its blocks were seen. Returns the tokens that it lost."""
+        """Counts the prompt if it is a broken turn. `known` of its blocks were seen. Returns the tokens it lost."""
         earlier = self._by_first_block.get(numbers[0], []) if numbers else []
         fitting = [
             blocks

@@ -12,10 +12,10 @@ from weft.diagnose.facts import Facts
 from weft.diagnose.finding import Change, Finding, Symptom
 from weft.observe.blame import Cause
 
-# A promise allows 1% of a request's gaps to be late, and p99 of first tokens is what servers are judged by. Below
-# these shares, lateness is not a finding, unless streams stall.
+# A promise allows 1% of a request's gaps to be late, and p99 of first tokens is what servers are judged by. So this
+# share of the first tokens, of the gaps, or of the requests with more late gaps than that, is no finding.
 LATE_SHARE = 0.01
-STALL_SHARE = 0.001  # of all gaps
+STALL_SHARE = 0.001  # of all gaps: fewer late gaps than LATE_SHARE are a finding if so many are twice the target
 LEAST_WEIGHT = 0.1  # of the late time; less is not listed
 WITHOUT_LATENESS = 0.01  # weight of a symptom that costs, but makes no token late
 AGAIN_SHARE = 0.3  # of the computed prompt tokens were computed before: a third of the prefill is waste
@@ -55,6 +55,7 @@ def is_late(facts: Facts) -> bool:
     return (
         first.late_share > LATE_SHARE
         or gaps.late_share > LATE_SHARE
+        or gaps.broken > LATE_SHARE * max(1, facts.prompts)
         or gaps.stalls > STALL_SHARE * max(1, gaps.tokens)
         or facts.refused > LATE_SHARE * max(1, facts.prompts)
     )
@@ -170,8 +171,8 @@ def interference(facts: Facts) -> Finding | None:
     weight = _weight(facts, facts.first_tokens.long_prompt_seconds + facts.gaps.long_prompt_seconds)
     if weight is None:
         return None
-    keys = [key for key, _, _ in facts.blamed]
-    named = ", ".join(f"{key} ({tokens} tokens: {_ms(late)})" for key, late, tokens in facts.blamed[:5])
+    keys = [one.key for one in facts.blamed]
+    named = ", ".join(map(str, facts.blamed[:5]))
     changes = []
     if facts.policy != "slo":
         changes.append(_slo(facts))
@@ -189,7 +190,7 @@ def interference(facts: Facts) -> Finding | None:
             f"(p50), where the median prompt has {facts.prompt_tokens.p50:.0f}",
             f"they caused {_ms(facts.gaps.long_prompt_seconds)} of late gaps and "
             f"{_ms(facts.first_tokens.long_prompt_seconds)} of late first tokens of other requests",
-            *([f"sequences that caused most: {named}"] if named else []),
+            *([f"requests that caused most: {named}"] if named else []),
         ),
         "which prompts are in the steps of the late gaps (weft timeline shows them)",
         "a gap target (--gap-target-ms) with --policy slo, or a second engine for long prompts",
@@ -482,7 +483,8 @@ def _gap_line(facts: Facts) -> str:
     gaps = facts.gaps
     return (
         f"gaps: p50 {_ms(facts.gap.p50)}, p95 {_ms(facts.gap.p95)}, p99 {_ms(facts.gap.p99)} (target "
-        f"{_ms(facts.gap_target)}); {gaps.late} of {gaps.tokens} late, {gaps.stalls} of them by twice the target"
+        f"{_ms(facts.gap_target)}); {gaps.late} of {gaps.tokens} late, {gaps.stalls} of them twice the target; "
+        f"more than 1% of the gaps of {gaps.broken} requests are late"
     )
 
 
