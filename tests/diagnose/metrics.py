@@ -92,7 +92,7 @@ def pages(engine: str, now: Mapping[str, object]) -> tuple[str, str]:
         queries=before.queries + interval.queries,
     )
     before.waiting = interval.waiting  # a queue that stays
-    return tuple(getattr(one, engine)() for one in (before, after))  # type: ignore[return-value]
+    return tuple(getattr(one, engine)() for one in (before, after))
 
 
 def _simple(name: str, kind: str, labels: str, value: float) -> list[str]:

@@ -93,6 +93,15 @@ def test_a_prefix_that_was_overwritten() -> None:
     assert found.known_tokens == {1: 0, 2: 1024, 3: 1024}
 
 
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    blocks = list(range(64))
+    run = EngineRun(
+        prompts={1: prompt(1, 0.0, 1024, blocks), 2: prompt(2, 1.0, 1024, blocks)},
+        steps=[turn(1, 1, 0, 1024), turn(2, 2, 0, 1024)],
+    )
+    assert prefix_facts(run, StepTimes.of(run), BLOCK).known_tokens == {1: 0, 2: 1024 - BLOCK}
+
+
 def test_a_prefix_that_is_still_being_computed_is_not_overwritten() -> None:
     blocks = list(range(64))
     run = EngineRun(

@@ -31,6 +31,8 @@ SITUATIONS: dict[str, tuple[dict[str, object], Symptom | None]] = {
         Symptom.INTERFERENCE,
     ),
     "all gaps are late": ({"gaps": [(0.09, 90_000)], "running": 400}, Symptom.LARGE_BATCHES),
+    "a steady pace that is a little late": ({"gaps": [(0.04, 80_000), (0.06, 20_000)]}, Symptom.LARGE_BATCHES),
+    "all gaps are late, some by far": ({"gaps": [(0.09, 90_000), (0.7, 5_000)]}, Symptom.LARGE_BATCHES),
     "a full KV cache": ({"kv_used": 0.99, "waiting": 25, "preemptions": 60}, Symptom.KV_PRESSURE),
     "a full KV cache without preemptions": ({"kv_used": 0.97, "waiting": 25}, Symptom.KV_PRESSURE),
     "the cache's hits have gone": ({"hits": 20_000, "queries": 1_000_000}, Symptom.PREFIX_REUSE),

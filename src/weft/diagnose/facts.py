@@ -27,6 +27,7 @@ MOST_HOST_PAUSE_S = 0.25
 MOST_BLAMED = 1000  # long prompts that are named as causes
 STALL = 2.0  # a gap of this many targets is a stall, which a reader of the text notices
 NO_PREFIXES = PrefixFacts()
+SPARE_STEP = 0.9  # of a gap target, for a planned step: steps vary, and the host takes time as well
 SLOW_CLIENT_S = 0.05  # seconds that the socket made one chunk wait
 
 
@@ -146,7 +147,7 @@ class Facts:
     least_gap_target: float | None = None
     impossible_ttft: int = 0  # prompts whose target is below their prefill on an idle machine
     impossible_gap: int = 0  # prompts whose target is below a lone decode step
-    most_seqs_in_target: int | None = None  # decodes whose step takes at most the gap target; None: not known
+    most_seqs_in_target: int | None = None  # most decodes whose step keeps the gap target; None: not known
     slow_requests: int = 0  # whose client read slowly
     slow_seconds: float = 0.0  # that sockets made chunks wait
     lag_seconds: float = 0.0  # in which the event loop of the API process stood still
@@ -278,13 +279,14 @@ class _Limits:
 
     profile: Profile | None
     lone_decode: float | None
-    context: float  # tokens: median length of a running sequence
+    context: float  # tokens that a decode reads; median of the steps
     known_tokens: dict[int, int]  # by key: prompt tokens that the prefix cache had, or could have had
 
     @classmethod
     def of(cls, run: EngineRun, times: StepTimes, prefix: PrefixFacts, profile: Profile | None) -> Self:
-        lengths = [prompt.prompt_tokens for prompt in run.prompts.values()]
-        context = float(np.median(lengths)) if lengths else 0.0
+        shapes = [step.step_shape for step in run.steps]
+        contexts = [shape.context / shape.decodes for shape in shapes if shape.decodes]
+        context = float(np.median(contexts)) if contexts else 0.0
         if profile is not None:
             lone: float | None = profile.coefficients.predict(decodes_alone(1, context))
         else:
@@ -304,13 +306,13 @@ class _Limits:
         return prompt.ttft_target < alone
 
     def most_seqs(self, gap_target: float) -> int | None:
-        """Most decodes whose step is predicted to take at most the target."""
+        """Most decodes whose step is predicted to keep the target."""
         if self.profile is None or not math.isfinite(gap_target):
             return None
         cost, low, high = self.profile.coefficients, 0, 1 << 16
         while low < high:
             middle = (low + high + 1) // 2
-            if cost.predict(decodes_alone(middle, middle * self.context)) <= gap_target:
+            if cost.predict(decodes_alone(middle, middle * self.context)) <= SPARE_STEP * gap_target:
                 low = middle
             else:
                 high = middle - 1

@@ -100,15 +100,19 @@ def prefill_queueing(facts: OutsideFacts) -> Finding | None:
 
 
 def decode_batches(facts: OutsideFacts) -> Finding | None:
-    """Even the median gap is late: not single steps but all of them take too long."""
-    p50 = facts.gap.percentile(0.5)
-    if not facts.gap.count or p50 <= facts.gap_target:
+    """Not single gaps but the pace is late: the median is above the target, or near it and the rest is not far off."""
+    p50, p99 = facts.gap.percentile(0.5), facts.gap.percentile(LATE_PERCENTILE)
+    is_steady = p99 < STUTTER * p50
+    if not facts.gap.count or not (p50 > facts.gap_target or (p99 > facts.gap_target and is_steady)):
         return None
     return Finding(
         Symptom.LARGE_BATCHES,
         0.8,
         "decode",
-        (f"gaps: p50 {_ms(p50)} (target {_ms(facts.gap_target)}), with {facts.running:.0f} requests running",),
+        (
+            f"gaps: p50 {_ms(p50)}, p99 {_ms(p99)} (target {_ms(facts.gap_target)}), with {facts.running:.0f} requests "
+            "running",
+        ),
         "the number of running requests and the length of their contexts; the host, which metrics do not show",
         {
             "vllm": "--max-num-seqs down, or another replica",
