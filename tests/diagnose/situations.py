@@ -46,6 +46,13 @@ def prefill_queueing() -> Recording:
     return record("chunked:2048", chats(14, 10, prompt=4000, output=20))
 
 
+def mixed_lengths() -> Recording:
+    """More than the device can read, of all lengths: some prompts are long, but without them it would be late, too."""
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(np.log(3000), 0.8, 220).clip(50, 60_000).astype(int).tolist()
+    return record("chunked:1024", [Arrival(0.05 * number, length, 20) for number, length in enumerate(lengths)])
+
+
 def decode_scheduling() -> Recording:
     """Every prompt stops all streams for its whole length."""
     return record("monolithic", chats(6, 12, prompt=3000, output=120))

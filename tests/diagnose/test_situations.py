@@ -17,6 +17,7 @@ from weft.observe.recording import Recording
 EXPECTED: dict[Callable[[], Recording], Symptom | None] = {
     situations.healthy: None,
     situations.prefill_queueing: Symptom.PREFILL_QUEUEING,
+    situations.mixed_lengths: Symptom.PREFILL_QUEUEING,
     situations.decode_scheduling: Symptom.DECODE_SCHEDULING,
     situations.kv_pressure: Symptom.KV_PRESSURE,
     situations.interference: Symptom.INTERFERENCE,
@@ -88,6 +89,14 @@ def test_another_number_of_seats_helps_by_itself(make: Callable[[], Recording]) 
         assert after.kept > before.kept + 0.05
     else:  # the gaps are in time then; the requests that wait for a seat are not
         assert after.gap.p50 < 0.009 < before.gap.p50
+
+
+def test_another_limit_of_tokens_replaces_the_one_in_the_name_of_a_policy() -> None:
+    make = situations.prefill_queueing
+    assert found(make)[0].runs[0].info.policy == "chunked:2048"  # type: ignore[union-attr]
+    assert found(make)[1].max_num_batched_tokens == 2048
+    before, after = scores(make, START), scores(make, Change("small", max_num_batched_tokens=256))
+    assert after.gap.p50 < 0.5 * before.gap.p50
 
 
 @pytest.mark.parametrize("make", [situations.healthy, situations.interference, situations.prefix_reuse])

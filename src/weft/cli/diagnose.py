@@ -153,6 +153,7 @@ def _wait(seconds: float, advance: Any) -> float:
 def _from_recording(arguments: argparse.Namespace, yardsticks: "Yardsticks") -> Answer:
     from weft.diagnose.facts import facts_of
     from weft.diagnose.rules import diagnose, summary
+    from weft.progress import work_progress
 
     recording, source = _recording(arguments)
     runs = [one for one in recording.runs if one.steps and one.prompts]
@@ -161,7 +162,8 @@ def _from_recording(arguments: argparse.Namespace, yardsticks: "Yardsticks") -> 
     answer = Answer(source)
     owners: dict[int, EngineRun] = {}
     for one in runs:
-        facts = facts_of(one, recording, yardsticks)
+        with work_progress("late tokens", 100, arguments.progress) as advance:
+            facts = facts_of(one, recording, yardsticks, advance)
         found = diagnose(facts)
         answer.facts.append(facts)
         answer.summary += summary(facts)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -14,7 +14,7 @@ from weft.core.shape import decodes_alone
 from weft.diagnose.prefixes import PrefixFacts, prefix_facts
 from weft.diagnose.step_times import StepTimes
 from weft.observe.blame import KEPT_GAPS, NEEDED, Cause, LateToken, late_tokens
-from weft.observe.frames import PromptFrame
+from weft.observe.frames import EngineFrame, PromptFrame
 from weft.observe.recording import EngineRun, Recording
 from weft.sim.profiles import Profile, read_profile
 
@@ -73,6 +73,11 @@ class Lateness:
     long_prompt_seconds: float = 0.0  # of those, caused by prefill of few long prompts of other requests
     impossible_seconds: float = 0.0  # late against a target that even an idle machine misses; in no other sum
     impossible: int = 0  # such tokens
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds because of prefill of other requests, in the same steps or before the first one."""
+        return self.of(Cause.PREFILL, Cause.QUEUE)
 
     @property
     def late_share(self) -> float:
@@ -154,8 +159,10 @@ class Facts:
     lags: int = 0
 
 
-def facts_of(run: EngineRun, recording: Recording, yardsticks: Yardsticks) -> Facts:
-    """The facts of an engine process that has steps."""
+def facts_of(
+    run: EngineRun, recording: Recording, yardsticks: Yardsticks, progress: Callable[[int], None] = lambda percent: None
+) -> Facts:
+    """The facts of an engine process that has steps. `progress` is told the percentage of the recorded time."""
     own_targets = sum(
         prompt.gap_target is not None or prompt.ttft_target is not None for prompt in run.prompts.values()
     )
@@ -171,7 +178,7 @@ def facts_of(run: EngineRun, recording: Recording, yardsticks: Yardsticks) -> Fa
     ttft = {key: firsts[key] - prompt.arrival for key, prompt in run.prompts.items() if key in firsts}
     prefix = prefix_facts(run, times, block_size)
     limits = _Limits.of(run, times, prefix, profile)
-    late_first, late_gaps, blamed = _lateness(run, recording, times, long, limits, len(ttft))
+    late_first, late_gaps, blamed = _lateness(run, recording, times, long, limits, len(ttft), progress)
     gap_seconds = times.gaps()[1]
     pauses = times.started[1:] - times.finished[:-1]
     idle = float(np.clip(pauses[pauses <= MOST_HOST_PAUSE_S], 0, None).sum())
@@ -220,7 +227,7 @@ def facts_of(run: EngineRun, recording: Recording, yardsticks: Yardsticks) -> Fa
         waiting=Spread.of(step.waiting for step in run.steps),
         decodes=Spread.of(len(step.decode_keys) for step in run.steps if step.decodes),
         max_num_seqs=info.max_num_seqs if info else None,
-        max_num_batched_tokens=info.max_num_batched_tokens if info else None,
+        max_num_batched_tokens=_batched_tokens(info) if info else None,
         num_blocks=info.num_blocks if info else None,
         kv_used=Spread.of(1 - step.free_blocks / info.num_blocks for step in run.steps) if info else Spread(),
         preemptions=len(preempted),
@@ -252,6 +259,12 @@ def profile_of_run(run: EngineRun) -> Profile | None:
         return read_profile(run.info.model, run.info.profile)
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def _batched_tokens(info: EngineFrame) -> int:
+    """The limit of a step. The policy of a recorded simulation has its own in its name: chunked:512."""
+    size = info.policy.partition(":")[2]
+    return int(size) if size.isdecimal() else info.max_num_batched_tokens
 
 
 def _with_targets(run: EngineRun, yardsticks: Yardsticks) -> EngineRun:
@@ -338,7 +351,13 @@ def charged(token: LateToken) -> dict[Cause, float]:
 
 
 def _lateness(
-    run: EngineRun, recording: Recording, times: StepTimes, long: set[int], limits: _Limits, num_first: int
+    run: EngineRun,
+    recording: Recording,
+    times: StepTimes,
+    long: set[int],
+    limits: _Limits,
+    num_first: int,
+    progress: Callable[[int], None],
 ) -> tuple[Lateness, Lateness, tuple[BlamedPrompt, ...]]:
     """Lateness of first tokens and of gaps, and the long prompts that caused some of it."""
     late_of: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}  # late tokens by key
@@ -346,7 +365,10 @@ def _lateness(
     sums: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     seconds: dict[bool, defaultdict[str, float]] = {True: defaultdict(float), False: defaultdict(float)}
     blamed = defaultdict[int, float](float)
+    start = float(times.started[0])
+    span = max(1e-9, float(times.finished[-1]) - start)
     for token in late_tokens(run, recording):
+        progress(int(100 * (token.ended - start) / span))  # they are in order of time
         prompt = run.prompts.get(token.key)
         if prompt is None:
             continue

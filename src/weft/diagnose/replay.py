@@ -78,7 +78,7 @@ def replay(
     profile = _profile(info, profile, change)
     scheduler = Scheduler(
         wave=profile.coefficients.wave,
-        policy=make_policy(change.policy or info.policy, profile, profile.cost_model()),
+        policy=make_policy(_policy(info, change), profile, profile.cost_model()),
         num_blocks=profile.kv_tokens // profile.block_size,
         block_size=profile.block_size,
         max_num_seqs=profile.max_num_seqs,
@@ -151,6 +151,12 @@ def _requests(run: EngineRun) -> list[ReplayedRequest]:
     tokens = StepTimes.of(run).output_tokens()
     known = [ReplayedRequest(prompt, tokens[key]) for key, prompt in run.prompts.items() if key in tokens]
     return sorted(known, key=lambda one: one.prompt.arrival)
+
+
+def _policy(info: EngineFrame, change: Change) -> str:
+    """The policy's name. A recorded simulation has the size of chunks in it: chunked:512."""
+    name = change.policy or info.policy
+    return name.partition(":")[0] if change.max_num_batched_tokens and name.startswith("chunked") else name
 
 
 def _profile(info: EngineFrame, profile: Profile, change: Change) -> Profile:

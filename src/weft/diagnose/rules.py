@@ -8,7 +8,7 @@ small weight: they come after all that does.
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from weft.diagnose.facts import Facts
+from weft.diagnose.facts import Facts, Lateness
 from weft.diagnose.finding import Change, Finding, Symptom
 from weft.observe.blame import Cause
 
@@ -20,6 +20,7 @@ LEAST_WEIGHT = 0.1  # of the late time; less is not listed
 WITHOUT_LATENESS = 0.01  # weight of a symptom that costs, but makes no token late
 AGAIN_SHARE = 0.3  # of the computed prompt tokens were computed before: a third of the prefill is waste
 ENOUGH_AGAIN_SHARE = 0.6  # if so much was computed before, all late time of prefill is due to it: no queue would remain
+LONG_SHARE = 0.5  # of the late time because of prefill is due to few long prompts: without them, most would be in time
 LEAST_AGAIN_PROMPTS = 3  # fewer are no pattern
 IDLE_SHARE = 0.3  # of the time with work, the device idles: the host sets the pace
 LEAST_IDLE_STEPS = 50  # fewer steps say nothing about a pace
@@ -65,7 +66,7 @@ def prefill_queueing(facts: Facts) -> Finding | None:
     """First tokens are late because prompts wait for each other, or take long themselves."""
     first = facts.first_tokens
     causes = (Cause.QUEUE, Cause.OWN_PREFILL, Cause.PREFILL, Cause.DECODES)
-    seconds = (first.of(*causes) - first.long_prompt_seconds - _starved(facts)) * (1 - _again(facts))
+    seconds = (first.of(*causes) - _by_long(facts, first) - _starved(facts)) * (1 - _again(facts))
     refused = facts.refused > LATE_SHARE * max(1, facts.prompts)
     weight = _weight(facts, seconds)
     if weight is None and not (refused and is_late(facts)):
@@ -103,7 +104,7 @@ def prefill_queueing(facts: Facts) -> Finding | None:
 
 def decode_scheduling(facts: Facts) -> Finding | None:
     """Streams stutter because every prompt takes too much of a step, not only a few long ones."""
-    weight = _weight(facts, (facts.gaps.of(Cause.PREFILL) - facts.gaps.long_prompt_seconds) * (1 - _again(facts)))
+    weight = _weight(facts, (facts.gaps.of(Cause.PREFILL) - _by_long(facts, facts.gaps)) * (1 - _again(facts)))
     if weight is None:
         return None
     changes = []
@@ -168,7 +169,7 @@ def kv_pressure(facts: Facts) -> Finding | None:
 
 def interference(facts: Facts) -> Finding | None:
     """A few long prompts delay the tokens of all other requests."""
-    weight = _weight(facts, facts.first_tokens.long_prompt_seconds + facts.gaps.long_prompt_seconds)
+    weight = _weight(facts, _by_long(facts, facts.first_tokens) + _by_long(facts, facts.gaps))
     if weight is None:
         return None
     keys = [one.key for one in facts.blamed]
@@ -206,9 +207,9 @@ def prefix_reuse(facts: Facts) -> Finding | None:
         return None
     seconds = again * (
         facts.first_tokens.of(Cause.QUEUE, Cause.OWN_PREFILL, Cause.PREFILL, Cause.DECODES)
-        - facts.first_tokens.long_prompt_seconds
+        - _by_long(facts, facts.first_tokens)
         + facts.gaps.of(Cause.PREFILL)
-        - facts.gaps.long_prompt_seconds
+        - _by_long(facts, facts.gaps)
     )
     evidence = [
         f"hit rate {prefix.hit_rate:.0%}; {prefix.again_share:.0%} of the computed prompt tokens were computed before"
@@ -458,6 +459,14 @@ def _weight(facts: Facts, seconds: float) -> float | None:
     return share if share >= LEAST_WEIGHT else None
 
 
+def _by_long(facts: Facts, lateness: Lateness) -> float:
+    """Late seconds because of few long prompts; 0 if these are not most of what prefill causes."""
+    both = (facts.first_tokens, facts.gaps)
+    long = sum(one.long_prompt_seconds for one in both)
+    is_most = long >= LONG_SHARE * sum(one.prefill_seconds for one in both)
+    return lateness.long_prompt_seconds if is_most else 0.0
+
+
 def _again(facts: Facts) -> float:
     """Share of the late time of prefill that is due to computing prompts again; 0 if that is no pattern."""
     prefix = facts.prefix
@@ -470,7 +479,7 @@ def _starved(facts: Facts) -> float:
     """Seconds of late first tokens that an impossible gap target causes: `slo` leaves prefill no time beside it."""
     if not facts.policy.startswith("slo") or facts.impossible_gap <= IMPOSSIBLE_SHARE * facts.prompts:
         return 0.0
-    return facts.first_tokens.of(Cause.DECODES, Cause.QUEUE) - facts.first_tokens.long_prompt_seconds
+    return facts.first_tokens.of(Cause.DECODES, Cause.QUEUE) - _by_long(facts, facts.first_tokens)
 
 
 def _slo(facts: Facts) -> Change:
