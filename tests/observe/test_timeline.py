@@ -28,9 +28,11 @@ PHASES = {"api", "queue", "prefill", "recompute", "between slices", "decode", "s
 Event = dict[str, Any]
 
 
-def recorded(policy: str, trace: Trace = BUSY, profile: Profile = SMALL, gap: float = 0.02) -> list[Frame]:
+def recorded(
+    policy: str, trace: Trace = BUSY, profile: Profile = SMALL, gap: float = 0.02, ttft: float = 0.5
+) -> list[Frame]:
     frames: list[bytes] = []
-    targets = Targets(gap=gap, ttft=0.5)
+    targets = Targets(gap=gap, ttft=ttft)
     write_recording(frames.append, policy, trace, profile, targets, Truth(profile.coefficients, noise=0.02))
     return [decode_frame(frame) for frame in frames]
 
@@ -111,8 +113,9 @@ def test_phases_say_what_happened() -> None:
     frames = recorded("monolithic")
     seen = Counter(phase(one) for _, phases in requests(events_of(frames)).values() for one in phases)
     assert seen.keys() == PHASES - {"between slices"}
-    overtaken = Trace("t", (Arrival(0.0, 60_000, 5), *[Arrival(0.02 + 0.01 * i, 2000, 5) for i in range(9)]))
-    _, phases = requests(events_of(recorded("slo", overtaken, SMOOTH)))[0]
+    streams, short = [Arrival(0.0, 256, 400)] * 4, [Arrival(0.55 + 0.001 * i, 3000, 5) for i in range(40)]
+    overtaken = Trace("t", (*streams, Arrival(0.5, 60_000, 5), *short))
+    _, phases = requests(events_of(recorded("slo", overtaken, SMOOTH, ttft=3.0)))[len(streams)]
     assert "between slices" in [phase(one) for one in phases]
     steps = [frame for frame in frames if isinstance(frame, StepFrame)]
     for key, (outer, phases) in requests(events_of(frames)).items():
