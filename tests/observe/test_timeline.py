@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.observe.test_blame import H200, HOST, INJECTED, INTERFERENCE
+from tests.observe.test_blame_causes import MS, info, step
 from tests.smooth import SMOOTH
 from weft.core import Targets
 from weft.observe.frames import EngineFrame, Frame, LagFrame, PromptFrame, RequestFrame, StepFrame, decode_frame
@@ -147,15 +148,55 @@ def test_the_tracks_of_steps_host_and_counters() -> None:
     events = events_of(frames)
     found = tracks(events)
     assert [event["args"]["step"] for event in found[2, 1]] == [step.number for step in steps]
-    for event, step in zip(found[2, 1], steps, strict=True):
-        assert event["args"]["predicted_ms"] == pytest.approx((step.predicted or 0) * 1000)
-        assert event["dur"] == pytest.approx((step.finished - step.started) * 1e6, abs=0.01)
+    for event, one in zip(found[2, 1], steps, strict=True):
+        assert event["args"]["predicted_ms"] == pytest.approx((one.predicted or 0) * 1000)
+        assert event["dur"] == pytest.approx((one.finished - one.started) * 1e6, abs=0.01)
     host = sum(event["dur"] for event in found[2, 2])
     assert host == pytest.approx(1e6 * sum(sum(step.host) for step in steps), rel=0.01)
     info = next(frame for frame in frames if isinstance(frame, EngineFrame))
     used = [event["args"]["value"] for event in events if event["name"] == "KV blocks in use"]
     assert max(used) == info.num_blocks - min(step.free_blocks for step in steps)
     assert {event["name"] for event in events if event["ph"] == "C"} == {"KV blocks in use", "queue", "running"}
+
+
+def test_host_work_is_placed_between_the_steps_it_belongs_to() -> None:
+    """Step 3 is planned while step 2 runs. The device is idle before step 4: nothing was in flight."""
+    host = (1 * MS, 1 * MS, 1 * MS, 0.5 * MS)  # plan, submit, commit, outside
+    times = [(5, 15), (15, 25), (25, 35), (40, 50)]
+    steps = [step(number, *time, [0], host=host) for number, time in enumerate(times, start=1)]
+    found = tracks(events_of([info(), *steps]))[2, 2]
+    assert [(one["args"]["step"], one["name"], *(end / 1e6 for end in span(one))) for one in found] == [
+        (1, "outside", 2.5, 3.0),
+        (1, "plan", 3.0, 4.0),
+        (1, "submit", 4.0, 5.0),
+        (2, "outside", 5.0, 5.5),
+        (2, "plan", 5.5, 6.5),
+        (2, "submit", 6.5, 7.5),
+        (1, "commit", 15.0, 16.0),
+        (3, "outside", 16.0, 16.5),
+        (3, "plan", 16.5, 17.5),
+        (3, "submit", 17.5, 18.5),
+        (2, "commit", 25.0, 26.0),
+        (3, "commit", 35.0, 36.0),
+        (4, "outside", 37.5, 38.0),
+        (4, "plan", 38.0, 39.0),
+        (4, "submit", 39.0, 40.0),
+        (4, "commit", 50.0, 51.0),
+    ]
+
+
+def test_a_preempted_request_got_no_token_meanwhile() -> None:
+    frames = recorded("monolithic")
+    steps = [frame for frame in frames if isinstance(frame, StepFrame)]
+    count = 0
+    for key, (_, phases) in requests(events_of(frames)).items():
+        ends = [round(step.finished * 1e9) for step in steps if key in step.decode_keys]
+        for one in phases:
+            if phase(one) == "preempted":
+                begin, end = span(one)
+                assert not any(begin < time <= end for time in ends)
+                count += 1
+    assert count
 
 
 def test_a_recording_that_begins_in_the_middle_and_one_that_breaks_off() -> None:
