@@ -147,9 +147,9 @@ def test_idle_time_of_the_device_is_host_time_and_overlapped_host_time_is_not() 
 
 
 def test_steps_that_seem_to_overlap_count_once() -> None:
-    (token,) = late([FIRST, step(2, 8, 20, [0]), step(3, 17, 37, [0]), step(4, 37, 47, [0])], [prompt(0)])
-    assert (token.began, token.ended) == (20 * MS, 37 * MS)
-    assert causes(token) == {Cause.DECODES: 17}
+    steps = [FIRST, step(2, 8, 50, (), [(7, 0, 900, True)]), step(3, 45, 60, [0, 7])]
+    (token,) = late(steps, [prompt(0)])
+    assert causes(token) == {Cause.PREFILL: 40, Cause.DECODES: 10}
 
 
 def test_slices_of_others_by_tokens_beyond_a_decode_step() -> None:
@@ -255,6 +255,7 @@ def test_a_chunk_of_several_tokens_and_one_that_does_not_say_when_the_one_before
 
 def test_a_first_token_from_the_socket_to_the_socket() -> None:
     steps = [
+        step(0, -10, 0, [5]),
         step(1, 0, 20, [5], [(7, 0, 10, False)], waits_for="blocks"),  # planned before the request arrived
         step(2, 20, 30, [5]),
         step(3, 30, 50, [5], [(7, 10, 10, True)], waits_for="budget"),
