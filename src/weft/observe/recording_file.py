@@ -27,7 +27,7 @@ class RecordingFile:
             self._file = path.open("wb", buffering=0)  # unbuffered: the process may end at any time
         except OSError as error:
             raise OptionError(f"--record {path}: {error.strerror}; name a file that can be written") from None
-        self._size = self._file.write(HEADER)
+        self._size = self._least = self._file.write(HEADER)  # bytes, and what a file without other frames has
         self._thread = threading.Thread(target=self._run, name="weft-record", daemon=True)
         self._thread.start()
 
@@ -71,13 +71,23 @@ class RecordingFile:
         return found
 
     def _write(self, frames: list[bytes]) -> None:
-        data = packed(frames)
-        if self._size + len(data) > self._most and self._size > len(HEADER) + len(self.head) + LENGTH_BYTES:
-            self._file.close()
-            os.replace(self.path, _old(self.path))
-            self._file = self.path.open("wb", buffering=0)
-            self._size = self._file.write(HEADER + self.head)
-        self._size += self._file.write(data)
+        """Appends frames with one system call, or with two if the file becomes full in between."""
+        pending: list[bytes] = []
+        for frame in frames:
+            size = len(frame) + LENGTH_BYTES
+            if self._size + size > self._most and self._size > self._least:
+                self._file.write(packed(pending))
+                pending = []
+                self._rotate()
+            pending.append(frame)
+            self._size += size
+        self._file.write(packed(pending))
+
+    def _rotate(self) -> None:
+        self._file.close()
+        os.replace(self.path, _old(self.path))
+        self._file = self.path.open("wb", buffering=0)
+        self._size = self._least = self._file.write(HEADER + self.head)
 
 
 def _old(path: Path) -> Path:

@@ -11,9 +11,8 @@ MOST_LATE_CHUNKS = 256  # of a sequence
 class DeliveryTimes:
     """Times of one request, in seconds. `note_sent` runs for every chunk of a stream."""
 
-    def __init__(self, parsed: ParsedRequest) -> None:
-        self._parsed = parsed
-        self.sent_to_engine = clock()
+    def __init__(self, parsed: ParsedRequest, submitted: float) -> None:
+        self._parsed, self._submitted = parsed, submitted
         choices = len(parsed.choices)
         self._first: list[float | None] = [None] * choices
         self._last = [0.0] * choices
@@ -55,7 +54,7 @@ class DeliveryTimes:
                 tenant=prompt.options.tenant,
                 choice_index=index,
                 arrival=parsed.arrival,
-                parsed=self.sent_to_engine,
+                parsed=self._submitted,
                 started=None if prefill is None else prefill.started,
                 first_token=None if prefill is None else prefill.first_token,
                 first_sent=self._first[index],

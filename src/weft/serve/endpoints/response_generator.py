@@ -41,9 +41,10 @@ async def respond(
     """Runs a parsed request to its end on one engine. Returns its ResponseGenerator, which has the final statistics."""
     engine = engines.choose(parsed.prompts)
     engine.check_queue(sum(prompt.params.n for prompt in parsed.prompts))
+    submitted = clock()
     collector = engine.submit(parsed.prompts, parsed.arrival)
     watcher.attach(collector)
-    generator = ResponseGenerator(parsed, engine, collector, metrics.engines[engine.name])
+    generator = ResponseGenerator(parsed, engine, collector, metrics.engines[engine.name], submitted)
     reason = "error"
     try:
         if parsed.stream:
@@ -71,10 +72,16 @@ class ResponseGenerator:
     """The answer to one request: reads the updates of its sequences, and sends chunks or one body."""
 
     def __init__(
-        self, parsed: ParsedRequest, engine: EngineClient, collector: RequestOutputCollector, metrics: EngineMetrics
+        self,
+        parsed: ParsedRequest,
+        engine: EngineClient,
+        collector: RequestOutputCollector,
+        metrics: EngineMetrics,
+        submitted: float,
     ) -> None:
+        """`submitted`: when it was sent to the engine."""
         self.parsed, self.engine, self.collector = parsed, engine, collector
-        self.times, self.sent = TokenTimes(parsed, metrics), DeliveryTimes(parsed)
+        self.times, self.sent = TokenTimes(parsed, metrics), DeliveryTimes(parsed, submitted)
         self.metrics = metrics
         self.sequence_ends: dict[int, SequenceEnd] = {}  # by choice index
         self.stats: FinishedRequestStats | None = None  # set at the end
