@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.running import RunningServer, calibrate_quickly
+from tests.serve.running import RunningServer, store_calibration
 from weft.llm import DEFAULT_MODEL
 
 WORKLOAD = "poisson:rate=20,prompt=uniform:5:60,output=uniform:2:6,duration=0.5"
@@ -27,7 +27,7 @@ def fidelity(*arguments: str | Path, home: Path) -> subprocess.CompletedProcess[
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a calibration of the small engine."""
     folder = tmp_path_factory.mktemp("calibrations")
-    calibrate_quickly(folder, *SMALL)
+    store_calibration(folder, *SMALL)
     return folder
 
 
