@@ -17,7 +17,6 @@ from tests.commands import run_here
 from weft.core import Coefficients
 from weft.engine.calibration import Calibration
 
-
 # As two cores of a server took with the default model.
 MEASURED = Calibration(
     Coefficients(
