@@ -3,7 +3,10 @@ Triton's interpreter where there is no GPU; how many examples property tests dra
 """
 
 import os
+import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,10 +24,21 @@ settings.register_profile("long", max_examples=100, deadline=None)
 settings.register_profile("quick", max_examples=20, deadline=None)
 settings.load_profile("quick")
 
+# Where bytecode is not to be written: names a folder for that of the processes that tests start, as long as tests run.
+# Else each of two hundred processes would compile weft anew.
+COMPILED = "WEFT_TESTS_BYTECODE"
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+    is_worker = hasattr(config, "workerinput")
+    if sys.dont_write_bytecode and not is_worker:
+        os.environ[COMPILED] = folder = tempfile.mkdtemp(prefix="weft-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if getattr(config.option, "numprocesses", None) and not is_worker:
         return  # this process only hands tests out to others
+    if COMPILED in os.environ:
+        os.environ["PYTHONPYCACHEPREFIX"] = os.environ[COMPILED]
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     from weft.engine.cpu_features import prepare_cpu
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
