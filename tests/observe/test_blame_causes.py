@@ -293,6 +293,16 @@ def test_a_recording_that_begins_in_the_middle() -> None:
     assert causes(token) == {Cause.PREFILL: 20, Cause.DECODES: 10}
 
 
+def test_goals_are_for_requests_without_a_target() -> None:
+    steps = [step(1, 0, 10, (), [(0, 0, 50, True), (1, 0, 50, True)]), step(2, 10, 20, [0, 1]), step(3, 20, 50, [0, 1])]
+    prompts = {0: prompt(0, gap=None), 1: prompt(1, gap=40 * MS, ttft=40 * MS)}
+    run = EngineRun(None, steps, prompts, {0: request(0, 3), 1: request(1, 3)})
+    assert list(late_tokens(run, Recording([run]))) == []
+    found = list(late_tokens(run, Recording([run]), gap_goal=20 * MS, ttft_goal=5 * MS))
+    assert [(token.key, token.token_index, token.target) for token in found] == [(0, 0, 5 * MS), (0, 2, 20 * MS)]
+    assert not any(token.is_promised for token in found)
+
+
 def test_tokens_after_the_stop_do_not_count() -> None:
     steps = [FIRST, step(2, 10, 20, [0]), step(3, 40, 50, [0, -1])]
     assert late(steps, [prompt(0)], [request(0, 2, stream=False)]) == []
