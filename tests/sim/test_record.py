@@ -11,10 +11,11 @@ import pytest
 
 from tests.smooth import SMOOTH
 from weft.core import HostCost, Targets
+from weft.observe.frames import EngineFrame, decode_frame
 from weft.observe.recording import Recording
 from weft.sim.compare import run_policy
 from weft.sim.profiles import load_profile, read_profile
-from weft.sim.record import Recorded, record_policy
+from weft.sim.record import Recorded, record_policy, write_recording
 from weft.sim.simulator import Truth
 from weft.sim.traces import Arrival, Trace
 
@@ -83,6 +84,18 @@ def test_some_requests_were_late_preempted_and_refused() -> None:
     assert any(request.preemptions for request in runs["monolithic"].requests.values())
     assert any(request.reason == "refused" for request in runs["slo"].requests.values())
     assert sum(len(step.preempted) for step in runs["monolithic"].steps) > 0
+
+
+def test_a_file_that_begins_with_the_engine_s_frame_again_has_one_run() -> None:
+    frames: list[bytes] = []
+    write_recording(frames.append, "slo", TRACE, SMALL, TARGETS, Truth(SMALL.coefficients))
+    half = len(frames) // 2
+    rotated = [*frames[:half], frames[0], *frames[half:]]
+    assert Recording.of(map(decode_frame, rotated)) == Recording.of(map(decode_frame, frames))
+    restarted = decode_frame(frames[0])
+    assert isinstance(restarted, EngineFrame)
+    restarted.time = 1.0
+    assert len(Recording.of([*map(decode_frame, frames), restarted]).runs) == 2
 
 
 def simulate(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":

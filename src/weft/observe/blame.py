@@ -72,12 +72,16 @@ class LateToken(NamedTuple):
         return self.ended - self.began
 
 
-def late_tokens(run: EngineRun, recording: Recording) -> Iterator[LateToken]:
+def late_tokens(
+    run: EngineRun, recording: Recording, gap_goal: float | None = None, ttft_goal: float | None = None
+) -> Iterator[LateToken]:
     """The late tokens of an engine process, in order of time.
 
     What the client saw counts: for a stream that has ended, the times of its chunks, otherwise the ends of the steps.
+    The goals, in seconds, are for requests without a target, such as all of a server with another policy than `slo`.
+    Their gaps are judged by the ends of the steps.
     """
-    found = _Blame(run).late_tokens()
+    found = _Blame(run, gap_goal, ttft_goal).late_tokens()
     found.sort(key=lambda token: (token.ended, token.key, token.token_index))
     yield from found
 
@@ -85,6 +89,13 @@ def late_tokens(run: EngineRun, recording: Recording) -> Iterator[LateToken]:
 class _Target(NamedTuple):
     seconds: float
     is_promised: bool
+    is_goal: bool = False  # of the caller, for a request that has no target
+
+
+def _target(seconds: float | None, is_promised: bool, goal: float | None) -> _Target | None:
+    if seconds is not None:
+        return _Target(seconds, is_promised)
+    return None if goal is None else _Target(goal, False, is_goal=True)
 
 
 class _Tally:
@@ -124,8 +135,9 @@ class _Tally:
 class _Blame:
     """Walks the time before a late token along the steps of the device. Every piece of it goes to one cause."""
 
-    def __init__(self, run: EngineRun) -> None:
+    def __init__(self, run: EngineRun, gap_goal: float | None, ttft_goal: float | None) -> None:
         self.run, self.info = run, run.info
+        self.gap_goal, self.ttft_goal = gap_goal, ttft_goal
         self.index = RunIndex(run)
 
     def late_tokens(self) -> list[LateToken]:
@@ -151,29 +163,31 @@ class _Blame:
         if rest > ROUNDING * (ended - began):  # clocks that disagree, or steps that the recording lacks
             tally.add(Cause.UNEXPLAINED, rest)
         tokens = len(self.index.token_steps(key))
-        return LateToken(key, token, began, ended, *target, tally.parts(), tokens)
+        return LateToken(key, token, began, ended, target.seconds, target.is_promised, tally.parts(), tokens)
 
     def _gap_target(self, key: int) -> _Target | None:
         prompt, info = self.run.prompts.get(key), self.info
         if prompt is not None:
-            target, is_promised = prompt.gap_target, prompt.gap_promised
+            target = _target(prompt.gap_target, prompt.gap_promised, self.gap_goal)
         elif info is not None:
-            target, is_promised = info.gap_target, info.gap_promised
+            target = _target(info.gap_target, info.gap_promised, self.gap_goal)
         else:
-            return None
-        return None if target is None else _Target(target, is_promised)
+            target = _target(None, False, self.gap_goal)
+        return target
 
     # First tokens
 
     def _late_first_token(self, key: int, steps: Ints, offset: int) -> list[LateToken]:
         prompt, request = self.run.prompts.get(key), self.run.requests.get(key)
-        if prompt is None or prompt.ttft_target is None or offset or not len(steps):
+        if prompt is None or offset or not len(steps):
+            return []
+        target = _target(prompt.ttft_target, prompt.ttft_promised, self.ttft_goal)
+        if target is None:
             return []
         step = int(steps[0])
         ended = end_of_step = self.index.finished_list[step]
         if request is not None and request.stream and request.first_sent is not None:
             ended = max(ended, request.first_sent)
-        target = _Target(prompt.ttft_target, prompt.ttft_promised)
         if ended - prompt.arrival <= target.seconds * (1 + ROUNDING):
             return []
         tally = _Tally()
@@ -265,7 +279,7 @@ class _Blame:
         limit = target.seconds * (1 + ROUNDING)
         found = []
         from_token = 1
-        if request is not None and request.stream:
+        if request is not None and request.stream and not target.is_goal:
             for chunk in request.late_chunks:
                 late = self._late_chunk(key, steps, offset, chunk, target, limit)
                 if late is not None:

@@ -98,7 +98,7 @@ class RunIndex:
         keys, indices = keys[order], indices[order]
         self._token_steps: Ints = indices.astype(np.int64)
         found, lows = np.unique(keys, return_index=True)
-        highs = [*lows.tolist()[1:], len(keys)]
+        highs = [*lows.tolist()[1:], len(keys)][: len(found)]
         bounds: dict[int, tuple[int, int]] = {}
         for key, low, high in zip(found.tolist(), lows.tolist(), highs, strict=True):
             if key < 0:

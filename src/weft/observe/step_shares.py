@@ -13,7 +13,7 @@ REMEMBERED = 1025  # steps of a kind whose median counts
 BUCKETS_PER_DOUBLING = 4  # of the number of decodes
 
 
-class Shares(NamedTuple):
+class DividedStep(NamedTuple):
     """Seconds of a step on the device. They add up to its time."""
 
     decodes: float
@@ -67,7 +67,11 @@ class StepShares:
                 self._nearest.clear()
             self._decode_steps[bucket].note(measured)
 
-    def divide(self, frame: StepFrame, seconds: float) -> Shares:
+    def predict(self, frame: StepFrame) -> float | None:
+        """Seconds that the step takes by the profile. None: there is no profile."""
+        return None if self._coefficients is None else self._coefficients.predict(frame.step_shape)
+
+    def divide(self, frame: StepFrame, seconds: float) -> DividedStep:
         """Divides `seconds`, the time of the step."""
         shape = frame.step_shape
         if self._coefficients is not None:
@@ -75,22 +79,22 @@ class StepShares:
         alone = self._decodes_alone(shape.decodes)
         if not frame.slices:
             unexplained = 0.0 if alone is None else max(0.0, seconds - SURPRISE * alone)
-            return Shares(seconds - unexplained, (), unexplained)
+            return DividedStep(seconds - unexplained, (), unexplained)
         tokens = [count for _, _, count, _ in frame.slices]
         if alone is None:
             alone = seconds * shape.decodes / max(1, shape.decodes + sum(tokens))
         decodes = min(alone, seconds)
-        return Shares(decodes, _in_proportion(seconds - decodes, tokens), 0.0)
+        return DividedStep(decodes, _in_proportion(seconds - decodes, tokens), 0.0)
 
     def _divide_by_prediction(
         self, coefficients: Coefficients, frame: StepFrame, shape: StepShape, seconds: float
-    ) -> Shares:
+    ) -> DividedStep:
         predicted = coefficients.predict(shape)
         ratio = self._ratios[bool(frame.slices)].value or 1.0
         unexplained = max(0.0, seconds - SURPRISE * ratio * predicted)
         rest = seconds - unexplained
         if not frame.slices:
-            return Shares(rest, (), unexplained)
+            return DividedStep(rest, (), unexplained)
         base_shape = decodes_alone(shape.decodes, shape.context)
         base = coefficients.predict(base_shape) if shape.decodes else 0.0
         decodes = rest * min(1.0, base / predicted) if predicted > 0 else 0.0
@@ -101,7 +105,7 @@ class StepShares:
         ]
         if min(added) <= 0:
             added = [float(count) for _, _, count, _ in frame.slices]
-        return Shares(decodes, _in_proportion(rest - decodes, added), unexplained)
+        return DividedStep(decodes, _in_proportion(rest - decodes, added), unexplained)
 
     def _decodes_alone(self, decodes: int) -> float | None:
         """Seconds of a step with about so many decodes and no slice. None: no such step was noted."""
