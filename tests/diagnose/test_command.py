@@ -55,6 +55,19 @@ def test_a_server_gives_the_same_answer_as_a_file(tmp_path: Path, interference: 
     assert from_server.stdout.splitlines()[1:] == from_file.stdout.splitlines()[1:]
 
 
+def test_a_recording_without_a_calibration_is_replayed_with_a_profile(tmp_path: Path) -> None:
+    recording = situations.interference()
+    (run,) = recording.runs
+    assert run.info is not None
+    run.info.profile = None
+    (tmp_path / "r.weft").write_bytes(HEADER + frames(recording))
+    done = diagnose("--file", tmp_path / "r.weft")
+    assert done.returncode == 1
+    assert "the engine was not calibrated" in done.stdout
+    done = diagnose("--file", tmp_path / "r.weft", "--profile", "h200-llama-3-8b")
+    assert "simulated as it was" in done.stdout
+
+
 def test_no_replay(tmp_path: Path, interference: bytes) -> None:
     (tmp_path / "r.weft").write_bytes(HEADER + interference)
     done = diagnose("--file", tmp_path / "r.weft", "--no-replay")

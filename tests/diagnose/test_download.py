@@ -157,6 +157,8 @@ def test_a_file_that_is_no_recording(tmp_path: Path, content: bytes, message: st
         (("--file", "r", "--api-key", "k"), "leave it out"),
         (("--url", "http://x", "--engine", "vllm", "--seconds", "0"), "--seconds 0 must be above 0"),
         (("--file", "r", "--json", "/no/such/folder/x"), "there is no folder /no/such/folder"),
+        (("--file", "r", "--profile", "no-such"), "unknown profile 'no-such'"),
+        (("--url", "http://x", "--engine", "vllm", "--profile", "h200-llama-3-8b"), "is for the replay"),
         (("--url", "http://x", "--engine", "tgi"), "invalid choice: 'tgi'"),
     ],
 )

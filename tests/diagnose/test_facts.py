@@ -220,5 +220,5 @@ def test_a_ring_that_begins_in_the_middle() -> None:
     )
     facts = facts_of(run, Recording([run]), Yardsticks())
     assert [finding.symptom for finding in diagnose(facts)] == [Symptom.INTERFERENCE]
-    assert "begins after the engine's start" in replayable(run)
+    assert "begins after the engine's start" in replayable(run, None)
     assert recorded(run).requests > 50

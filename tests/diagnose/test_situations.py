@@ -42,7 +42,7 @@ def scores(make: Callable[[], Recording], change: Change) -> Scores:
     (run,) = found(make)[0].runs
     profile = profile_of_run(run)
     assert profile is not None
-    assert replayable(run) == ""
+    assert replayable(run, profile) == ""
     return replay(run, profile, change)
 
 

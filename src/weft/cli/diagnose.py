@@ -67,6 +67,11 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         metavar="MS",
         help="wanted time to the first token, likewise; 250 ms are added per 1,000 prompt tokens (default: 1000)",
     )
+    add(
+        "--profile",
+        metavar="NAME",
+        help="hardware profile for the replay: a name, or a JSON file (default: the engine's own calibration)",
+    )
     add("--no-replay", dest="replay", action="store_false", help="do not replay the recording in the simulator")
     add("--json", type=Path, metavar="FILE", help="also write the diagnosis as a JSON object")
     add("--no-progress", dest="progress", action="store_false", help="no progress bar")
@@ -112,6 +117,12 @@ def _check(arguments: argparse.Namespace) -> None:
         raise OptionError(f"--engine {arguments.engine} is for --url: a file is always a recording of weft")
     if arguments.file is not None and arguments.api_key is not None:
         raise OptionError("--api-key is for --url: leave it out")
+    if arguments.profile is not None:
+        from weft.sim.profiles import profile_path
+
+        profile_path(arguments.profile)  # an unknown name is reported before the work
+        if arguments.engine is not None or not arguments.replay:
+            raise OptionError(f"--profile {arguments.profile} is for the replay of a recording: leave it out")
     if arguments.seconds is not None and arguments.engine is None:
         raise OptionError("--seconds is for --engine: a recording has its own duration")
     if arguments.json is not None and not arguments.json.parent.is_dir():
@@ -172,7 +183,7 @@ def _from_recording(arguments: argparse.Namespace, yardsticks: "Yardsticks") -> 
     answer.findings.sort(key=lambda finding: -finding.weight)
     if answer.findings and arguments.replay:
         main = answer.findings[0]
-        _replay(answer, owners[id(main)], arguments.progress)
+        _replay(answer, owners[id(main)], arguments)
     return answer
 
 
@@ -191,25 +202,22 @@ def _recording(arguments: argparse.Namespace) -> "tuple[Recording, str]":
         raise OptionError(f"cannot read the recording {arguments.file}: {error.strerror}") from None
 
 
-def _replay(answer: Answer, run: "EngineRun", show_progress: bool) -> None:
+def _replay(answer: Answer, run: "EngineRun", arguments: argparse.Namespace) -> None:
     from weft.diagnose.facts import profile_of_run
     from weft.diagnose.replay import START, recorded, replay, replayable
     from weft.progress import work_progress
     from weft.sim.fidelity import known_error
+    from weft.sim.profiles import load_profile
 
     changes = answer.findings[0].changes
-    reason = replayable(run)
-    profile = profile_of_run(run)
-    if not changes:
-        reason = "no setting of the scheduler would change it"
-    elif not reason and profile is None:
-        reason = "its calibration is of another version"
+    profile = profile_of_run(run) if arguments.profile is None else load_profile(arguments.profile)
+    reason = replayable(run, profile) if changes else "no setting of the scheduler would change it"
     if reason or profile is None or run.info is None:
         answer.replay_note = f"No replay: {reason}."
         return
     answer.replays.append(recorded(run))
     for change in (START, *changes):
-        with work_progress(change.words, len(run.prompts), show_progress) as advance:
+        with work_progress(change.words, len(run.prompts), arguments.progress) as advance:
             answer.replays.append(replay(run, profile, change, advance))
     answer.replay_note = known_error(profile, run.info.policy)
 

@@ -44,12 +44,17 @@ class ReplayedRequest:
     output_tokens: int
 
 
-def replayable(run: EngineRun) -> str:
-    """Why a run cannot be replayed; "" if it can."""
+def replayable(run: EngineRun, profile: Profile | None) -> str:
+    """Why a run cannot be replayed with this profile; "" if it can."""
     if run.info is None:
         return "the recording begins after the engine's start, so its limits are not known"
-    if run.info.profile is None:
-        return "the engine was not calibrated (it has no targets), so the cost of its steps is not known"
+    if profile is None and run.info.profile is not None:
+        return "its calibration is of another version"
+    if profile is None:
+        return (
+            "the engine was not calibrated (it has no targets), so the cost of its steps is not known; --profile names "
+            "one"
+        )
     return "" if _requests(run) else "no request got a token"
 
 
