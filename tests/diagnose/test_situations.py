@@ -91,6 +91,19 @@ def test_another_number_of_seats_helps_by_itself(make: Callable[[], Recording]) 
         assert after.gap.p50 < 0.009 < before.gap.p50
 
 
+def test_a_device_that_is_slower_than_its_calibration_is_noticed() -> None:
+    """Steps take twice what the profile says. The proposed number of seats takes that into account."""
+    targets = replace(situations.GOALS, gap=0.015)
+    arrivals = situations.chats(60, 4, prompt=40, output=300)
+    recording = situations.record("slo", arrivals, targets=targets, bias=1.0)
+    facts = facts_of(recording.runs[0], recording, Yardsticks())
+    finding = diagnose(facts)[0]
+    assert finding.symptom is Symptom.LARGE_BATCHES
+    assert any("times what is predicted" in line for line in finding.evidence)
+    assert facts.most_seqs_in_target is not None
+    assert facts.most_seqs_in_target < facts.decodes.p99
+
+
 def test_another_limit_of_tokens_replaces_the_one_in_the_name_of_a_policy() -> None:
     make = situations.prefill_queueing
     assert found(make)[0].runs[0].info.policy == "chunked:2048"  # type: ignore[union-attr]

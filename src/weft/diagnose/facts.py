@@ -123,6 +123,7 @@ class Facts:
     gap: Spread = Spread()
     step: Spread = Spread()
     decode_step: Spread = Spread()  # steps without prefill
+    decode_ratio: Spread = Spread()  # measured over predicted, of steps without prefill; 0: nothing was predicted
     prefill_step: Spread = Spread()  # steps with prefill
     prefill_tokens_per_step: Spread = Spread()
     first_tokens: Lateness = Lateness()
@@ -183,6 +184,9 @@ def facts_of(
     pauses = times.started[1:] - times.finished[:-1]
     idle = float(np.clip(pauses[pauses <= MOST_HOST_PAUSE_S], 0, None).sum())
     durations = times.finished - times.started
+    decode_ratio = Spread.of(
+        (step.finished - step.started) / step.predicted for step in run.steps if step.predicted and not step.slices
+    )
     late_chunks = [
         (key, chunk.waited)
         for key, request in run.requests.items()
@@ -212,6 +216,7 @@ def facts_of(
         gap=Spread.of(gap_seconds),
         step=Spread.of(durations),
         decode_step=Spread.of(durations[~times.is_prefill]),
+        decode_ratio=decode_ratio,
         prefill_step=Spread.of(durations[times.is_prefill]),
         prefill_tokens_per_step=Spread.of(
             np.bincount(times.slice_steps, times.slice_tokens, len(run.steps))[times.is_prefill]
@@ -243,7 +248,9 @@ def facts_of(
         least_gap_target=min(gap_targets, default=None),
         impossible_ttft=sum(limits.is_impossible(prompt, is_first=True) for prompt in prompts),
         impossible_gap=sum(limits.is_impossible(prompt, is_first=False) for prompt in prompts),
-        most_seqs_in_target=limits.most_seqs(float(np.median(gap_targets)) if gap_targets else math.inf),
+        most_seqs_in_target=limits.most_seqs(
+            float(np.median(gap_targets)) / max(1.0, decode_ratio.p50) if gap_targets else math.inf
+        ),
         slow_requests=len({key for key, _ in late_chunks}),
         slow_seconds=sum(waited for _, waited in late_chunks),
         lag_seconds=sum(lag.seconds for lag in recording.lags),

@@ -27,6 +27,7 @@ LEAST_IDLE_STEPS = 50  # fewer steps say nothing about a pace
 PREEMPTED_SHARE = 0.05  # of the requests are preempted: their prefill is paid twice
 IMPOSSIBLE_SHARE = 0.01  # of the requests have a target that even an idle machine misses
 BLOCKED_SHARE = 0.1  # of the steps, the first waiting request waits for blocks
+SLOW_RATIO = 1.2  # measured over predicted: weft learns smaller errors while it serves
 SPARE_GAP = 1.5  # a target needs this many lone decode steps; `weft serve` raises smaller ones to it
 
 
@@ -278,7 +279,9 @@ def large_batches(facts: Facts) -> Finding | None:
     if seqs and (facts.max_num_seqs is None or seqs < facts.max_num_seqs):
         changes.append(Change(f"--max-num-seqs {seqs}", max_num_seqs=seqs))
     changes.append(Change("a second engine for every second request", keep_one_in=2))
-    known = f"; by the profile, at most {fitting} decodes keep it" if fitting is not None else ""
+    known = f"; by the profile, at most {fitting} decodes keep it" if fitting else ""
+    slow = facts.decode_ratio.p50
+    slower = [f"such steps take {slow:.2f} times what is predicted: the device is busy, or its calibration is old"]
     return Finding(
         Symptom.LARGE_BATCHES,
         weight,
@@ -287,6 +290,7 @@ def large_batches(facts: Facts) -> Finding | None:
             _gap_line(facts),
             f"a step without prefill takes {_ms(facts.decode_step.p50)} (p50) and {_ms(facts.decode_step.p99)} (p99) "
             f"with {facts.decodes.p50:.0f} (p50) and {facts.decodes.p99:.0f} (p99) decodes{known}",
+            *(slower if slow > SLOW_RATIO else []),
         ),
         "the number of decodes of a step and the length of their contexts",
         "a smaller --max-num-seqs, a larger --gap-target-ms, or another engine",
@@ -416,8 +420,9 @@ def unexplained(facts: Facts) -> Finding | None:
         Cause.UNEXPLAINED,
         Symptom.UNEXPLAINED,
         "not known",
-        "whether the recording is complete (a ring in memory holds only the last seconds)",
-        "weft serve --record FILE, and weft diagnose --file FILE",
+        "steps that took more than twice as long as such steps do: other work on the machine, or the device's clock; "
+        "then whether the recording is complete (a ring in memory holds only the last seconds)",
+        "a device and a CPU without other work; weft serve --record FILE for a complete recording",
     )
 
 
