@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from weft.core.step import WaitsFor
-from weft.observe.blame import Cause, LateToken, Part, Reader, late_tokens, summary
+from weft.observe.blame import Cause, LateToken, Part, late_tokens
+from weft.observe.blame_summary import Reader, summary
 from weft.observe.frames import EngineFrame, LateChunk, PromptFrame, RequestFrame, StepFrame
 from weft.observe.recording import EngineRun, Recording
 

@@ -1,9 +1,9 @@
 """Blame: why a token was late. Divides each late gap and each late first token among its causes; the parts add up."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import NamedTuple, TypeVar
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,10 +11,9 @@ from weft.core.promises import CONSTRAINED_STEPS
 from weft.core.step import WaitsFor
 from weft.observe.frames import LateChunk
 from weft.observe.recording import EngineRun, Recording
-from weft.observe.run_index import WAITS, Ints, OwnSlice, RunIndex
+from weft.observe.run_index import WAITS, Floats, Ints, OwnSlice, RunIndex
 
 MOST_KEYS = 16  # sequences that a part names
-MOST_READERS = 100  # sequences that a summary names
 MOST_LATE_CHUNKS = 256  # that a RequestFrame holds
 KEPT_GAPS = 0.99  # share of a sequence's gaps that must be within the target
 ROUNDING = 1e-9  # a share of the target
@@ -126,9 +125,13 @@ class _Tally:
 
     def parts(self) -> tuple[Part, ...]:
         found = []
-        for cause, seconds in sorted(self._seconds.items(), key=lambda item: -item[1]):
-            by_key = sorted(self._by_key.get(cause, {}).items(), key=lambda item: -item[1])[:MOST_KEYS]
-            found.append(Part(cause, seconds, tuple(key for key, _ in by_key), tuple(part for _, part in by_key)))
+        for cause, seconds in sorted(self._seconds.items(), key=itemgetter(1), reverse=True):
+            by_key = self._by_key.get(cause)
+            if by_key is None:
+                found.append(Part(cause, seconds))
+            else:
+                most = sorted(by_key.items(), key=itemgetter(1), reverse=True)[:MOST_KEYS]
+                found.append(Part(cause, seconds, *zip(*most, strict=True)))
         return tuple(found)
 
 
@@ -278,16 +281,16 @@ class _Blame:
         request = self.run.requests.get(key)
         limit = target.seconds * (1 + ROUNDING)
         found = []
+        ends = self.index.finished[steps]
         from_token = 1
         if request is not None and request.stream and not target.is_goal:
             for chunk in request.late_chunks:
-                late = self._late_chunk(key, steps, offset, chunk, target, limit)
+                late = self._late_chunk(key, steps, ends, offset, chunk, target, limit)
                 if late is not None:
                     found.append(late)
             if len(request.late_chunks) < MOST_LATE_CHUNKS:
                 return found
             from_token = request.late_chunks[-1].token_index + 1 - offset
-        ends = self.index.finished[steps]
         for token in (np.flatnonzero(np.diff(ends) > limit) + 1).tolist():
             if token < from_token:
                 continue
@@ -298,19 +301,18 @@ class _Blame:
         return found
 
     def _late_chunk(
-        self, key: int, steps: Ints, offset: int, chunk: LateChunk, target: _Target, limit: float
+        self, key: int, steps: Ints, ends: Floats, offset: int, chunk: LateChunk, target: _Target, limit: float
     ) -> LateToken | None:
         """The gap before a chunk. None: the recording begins later, or the chunk is not late after all."""
         token = chunk.token_index - offset
         if not 0 < token < len(steps):
             return None
-        ends = self.index.finished[steps[: token + 1]]
         began = chunk.previous_sent if chunk.previous_sent is not None else float(ends[token - 1])
         if chunk.sent - began <= limit:
             return None
         tally = _Tally()
         # A chunk may have several tokens: a character or a stop string was not complete before.
-        for later in range(max(1, int(np.searchsorted(ends, began, "right"))), token + 1):
+        for later in range(max(1, int(ends.searchsorted(began, "right"))), token + 1):
             self._between_tokens(tally, key, int(steps[later - 1]), int(steps[later]), began)
         last = int(steps[token])
         arrived = min(max(began, self.index.finished_list[last]), chunk.sent)
@@ -398,99 +400,3 @@ class _Blame:
             idle = index.started_list[step + 1] - index.finished_list[step]
             seconds += min(idle, later.outside + later.plan + later.submit)
         return seconds
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A sequence whose prompt was read while others waited for a token."""
-
-    key: int
-    seconds: float  # of late tokens of other sequences
-
-
-@dataclass(frozen=True)
-class BlameSummary:
-    """Late tokens of an engine process, by cause. Causes have the most seconds (or requests) first."""
-
-    late_gaps: int
-    late_first_tokens: int
-    gap_seconds: dict[Cause, float]  # whole seconds of the late gaps
-    first_token_seconds: dict[Cause, float]
-    broken: dict[Cause, int]  # requests with a broken promise, by its main cause
-    readers: tuple[Reader, ...]  # the sequences with the most PREFILL seconds
-
-    @property
-    def broken_promises(self) -> int:
-        return sum(self.broken.values())
-
-
-def summary(late: Iterable[LateToken]) -> BlameSummary:
-    """Sums late tokens of one engine process.
-
-    A promise is broken if a promised first token is late, or more than 1% of the promised gaps of a sequence. Its main
-    cause is the one with the most seconds beyond the target (see `_excess`), over all late tokens that were promised.
-    """
-    counts = {True: 0, False: 0}
-    seconds: dict[bool, dict[Cause, float]] = {True: {}, False: {}}
-    readers: dict[int, float] = {}
-    promised: dict[int, list[LateToken]] = {}
-    for token in late:
-        is_first = token.token_index == 0
-        counts[is_first] += 1
-        for part in token.parts:
-            seconds[is_first][part.cause] = seconds[is_first].get(part.cause, 0.0) + part.seconds
-            if part.cause is Cause.PREFILL:
-                for key, share in zip(part.keys, part.shares, strict=True):
-                    readers[key] = readers.get(key, 0.0) + share
-        if token.is_promised:
-            promised.setdefault(token.key, []).append(token)
-    broken: dict[Cause, int] = {}
-    for tokens in promised.values():
-        if (cause := _main_cause(tokens)) is not None:
-            broken[cause] = broken.get(cause, 0) + 1
-    most = sorted(readers.items(), key=lambda item: -item[1])[:MOST_READERS]
-    return BlameSummary(
-        counts[False],
-        counts[True],
-        _most_first(seconds[False]),
-        _most_first(seconds[True]),
-        _most_first(broken),
-        tuple(Reader(key, time) for key, time in most),
-    )
-
-
-def _main_cause(tokens: list[LateToken]) -> Cause | None:
-    """The main cause of a sequence's broken promise. None: too few of its gaps are late."""
-    firsts = [token for token in tokens if token.token_index == 0]
-    gaps = [token for token in tokens if token.token_index > 0]
-    if gaps and len(gaps) <= (1 - KEPT_GAPS) * (gaps[0].output_tokens - 1):
-        gaps = []
-    total: dict[Cause, float] = {}
-    for token in firsts + gaps:
-        for cause, seconds in _excess(token).items():
-            total[cause] = total.get(cause, 0.0) + seconds
-    return max(total, key=lambda cause: total[cause]) if total else None
-
-
-def _excess(token: LateToken) -> dict[Cause, float]:
-    """Seconds of each cause beyond the target.
-
-    The target is used first by what every token needs: the decodes of a step, and the slices of the own prompt. The
-    other causes share what it leaves, in proportion to their seconds.
-    """
-    needed = sum(part.seconds for part in token.parts if part.cause in NEEDED)
-    others = sum(part.seconds for part in token.parts if part.cause not in NEEDED)
-    left = max(0.0, token.target - needed)
-    found = {}
-    for part in token.parts:
-        total, available = (needed, token.target) if part.cause in NEEDED else (others, left)
-        if total > available:
-            found[part.cause] = part.seconds * (total - available) / total
-    return found
-
-
-Number = TypeVar("Number", int, float)
-
-
-def _most_first(values: dict[Cause, Number]) -> dict[Cause, Number]:
-    return dict(sorted(values.items(), key=lambda item: -item[1]))
