@@ -166,7 +166,7 @@ def test_clients_that_leave_cost_nothing(server: RunningServer) -> None:
     rng = random.Random(0)
 
     async def leave(client: httpx.AsyncClient) -> None:
-        words = " ".join(rng.choice(["sea", "house", "old", "ship"]) for _ in range(rng.choice([5, 300, 3000])))
+        words = " ".join(rng.choice(["sea", "house", "old", "ship"]) for _ in range(rng.choice([5, 150, 1500])))
         body = {
             "prompt": words,
             "max_tokens": 500,
@@ -175,7 +175,7 @@ def test_clients_that_leave_cost_nothing(server: RunningServer) -> None:
             "n": rng.choice([1, 2]),
         }
         try:
-            async with asyncio.timeout(rng.uniform(0.0, 3.0)):
+            async with asyncio.timeout(rng.uniform(0.0, 1.5)):
                 async with client.stream("POST", "/v1/completions", json=body) as answer:
                     async for _ in answer.aiter_bytes():
                         pass
