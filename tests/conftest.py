@@ -2,6 +2,7 @@
 Triton's interpreter where there is no GPU; how many examples property tests draw. And the server that most tests share.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -36,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     if getattr(config.option, "numprocesses", None) and not is_worker:
         return  # this process only hands tests out to others
+    gc.disable()  # what is imported from here on stays: looking through it for garbage takes seconds
     if COMPILED in os.environ:
         os.environ["PYTHONPYCACHEPREFIX"] = os.environ[COMPILED]
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -48,6 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # now: Triton looks while it is imported, which others do as well
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

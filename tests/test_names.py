@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -13,10 +14,15 @@ VAGUE = re.compile(r"\b(who|those|nobody|whoever)\b", re.IGNORECASE)
 VAGUE_ALLOWED = 20
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def test_each_class_name_is_defined_once() -> None:
     places: dict[str, list[str]] = {}
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert len(places) > 100
@@ -27,7 +33,7 @@ def test_a_module_docstring_begins_with_a_name_of_the_module() -> None:
     """`Name:` at the beginning is a class or a function of the module, or the title of its file: replay.py, Replay."""
     wrong = []
     for path in SOURCES:
-        module = ast.parse(path.read_text())
+        module = parsed(path)
         title = re.match(r"([A-Z]\w*):", ast.get_docstring(module) or "")
         if title is None:
             continue

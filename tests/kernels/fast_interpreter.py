@@ -10,6 +10,7 @@ from triton.runtime import interpreter
 
 def remember_types() -> None:
     """Half of the time of a kernel goes into types and shapes of its values. What a kernel computes stays as it is."""
+    _call_functions_directly()
     _remember_shapes()
     _remember_number_types()
     _compare_names_of_types()
@@ -41,6 +42,23 @@ def patch_the_language_once() -> None:
         return kept
 
     interpreter._patch_lang = once
+
+
+def _call_functions_directly() -> None:
+    """Without a function between that looks whether the interpreter was passed, which it always is."""
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
+    unwrap, plain = core._unwrap_if_constexpr, (int, core.tensor, core.dtype)
+    core._unwrap_if_constexpr = lambda o: o if type(o) in plain else unwrap(o)
 
 
 def _remember_shapes() -> None:

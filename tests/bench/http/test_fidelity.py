@@ -17,9 +17,9 @@ DUMMY = ("--load-format", "dummy")
 EASY = ("--gap-target-ms", "5000", "--ttft-target-ms", "60000")  # machines that run tests are slow at times
 
 
-def fidelity(*arguments: str | Path, home: Path) -> subprocess.CompletedProcess[str]:
+def fidelity(*arguments: str | Path, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "weft", "bench", "fidelity", "--no-progress", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(home)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(home), **more}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
@@ -68,11 +68,18 @@ def test_a_workload_is_served_over_http_and_simulated_with_the_servers_calibrati
     assert "promises kept" in done.stdout
 
 
+QUICK = "import weft.engine.build\nweft.engine.build.CALIBRATION_SECONDS = 1.0\n"  # instead of five
+
+
 def test_a_shape_without_a_tokenizer_is_served_over_http(tmp_path: Path) -> None:
+    """Its server finds no calibration, and makes one when it starts."""
+    (tmp_path / "sitecustomize.py").write_text(QUICK)  # which every process of Python runs that finds it
     shape, file = tiny_directory(tmp_path / "tiny", max_position_embeddings=1024), tmp_path / "result.json"
     command = ("--shape", shape, "--workload", WORKLOAD, *SMALL, *EASY, "--repeats", "1", "--json", file)
-    done = fidelity(*command, home=tmp_path)
+    folders = filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])
+    done = fidelity(*command, home=tmp_path, PYTHONPATH=os.pathsep.join(folders))
     assert done.returncode == 0, done.stderr
+    assert len([*tmp_path.glob("weft/calibration/tiny-*.json")]) == 1
     found = json.loads(file.read_text())
     check(found, ["slo"])
     assert found["model"] == "tiny"

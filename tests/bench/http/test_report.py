@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,14 @@ def page(*runs: tuple[str, dict[str, Any]]) -> Page:
     return read
 
 
+@cache
+def sample_page() -> Page:
+    return page(("one", sample()))
+
+
 def test_the_figures_of_a_run_are_in_its_report() -> None:
     found = sample()
-    read = page(("one", found))
+    read = sample_page()
     for name in ("request_throughput", "output_throughput", "p99_ttft_ms", "p99.9_gap_ms", "max_e2el_ms"):
         assert f"{found[name]:,.2f}" in read.text
     for text in ("http://127.0.0.1:8123", "a-model", "2026-11-15 18:59:24 UTC", "10 requests/s, poisson", "42.0%"):
@@ -121,7 +127,7 @@ def test_the_figures_of_a_run_are_in_its_report() -> None:
 
 
 def test_every_chart_names_its_axes() -> None:
-    read = page(("one", sample()))
+    read = sample_page()
     assert read.tags.count("figure") == 6  # three distributions, prompts, gaps, and where the time went
     for text in ("TTFT, ms", "gap, ms", "E2E, ms", "share of gaps", "prompt, tokens", "time since the run began, s"):
         assert text in read.words
@@ -131,7 +137,7 @@ def test_every_chart_names_its_axes() -> None:
 
 def test_the_difference_between_client_and_server_is_told() -> None:
     """80 ms at the client and 75 at the server, 2 of them lag."""
-    read = page(("one", sample()))
+    read = sample_page()
     assert "TTFT is 5.00 ms longer than the server's (median of 50 requests)" in read.text
     assert "lag before sending (median 2.00 ms)" in read.text
     assert "reading (median 3.00 ms)" in read.text

@@ -1,7 +1,6 @@
 """Schemas of a few bytes that would take minutes and gigabytes to compile."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,6 @@ HEAVY: dict[str, Any] = {
 FAIR: dict[str, Any] = {"type": "array", "prefixItems": HEAVY["prefixItems"][:12]}
 
 
-@pytest.fixture(scope="module")
-def own() -> Iterator[RunningServer]:
-    server = RunningServer("--policy", "chunked", "--kv-cache-memory-bytes", "64MiB")
-    yield server
-    assert server.stop() == 0, server.log
-
-
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
@@ -40,44 +32,44 @@ def own() -> Iterator[RunningServer]:
         ({"type": "object", "patternProperties": {f"^{n}x+$": {} for n in range(1500)}}, "1500 patterns"),
     ],
 )
-def test_numbers_and_counts_are_looked_at_first(own: RunningServer, schema: dict[str, Any], said: str) -> None:
-    with Victim(own) as victim:
-        answer = own.post(TEXT, {"prompt": "a", "max_tokens": 4, "guided_json": schema})
+def test_numbers_and_counts_are_looked_at_first(server: RunningServer, schema: dict[str, Any], said: str) -> None:
+    with Victim(server) as victim:
+        answer = server.post(TEXT, {"prompt": "a", "max_tokens": 4, "guided_json": schema})
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
     assert victim.longest_gap < NOISE * CALM, f"{victim.longest_gap:.3f} s"
 
 
 @pytest.mark.parametrize("step", [7, 0.25, 10000, 5000000, 0.001])
-def test_ordinary_steps_are_served(own: RunningServer, step: float) -> None:
+def test_ordinary_steps_are_served(server: RunningServer, step: float) -> None:
     body = {"prompt": "a", "max_tokens": 4, "guided_json": {"type": "number", "multipleOf": step}}
-    assert own.post(TEXT, body).status_code == 200
+    assert server.post(TEXT, body).status_code == 200
 
 
-def test_what_takes_too_much_is_given_up(own: RunningServer) -> None:
-    before = megabytes(own.process.pid)
-    with Victim(own) as victim:
-        answer = own.post(TEXT, {"prompt": "a", "max_tokens": 4, "guided_json": HEAVY})
+def test_what_takes_too_much_is_given_up(server: RunningServer) -> None:
+    before = megabytes(server.process.pid)
+    with Victim(server) as victim:
+        answer = server.post(TEXT, {"prompt": "a", "max_tokens": 4, "guided_json": HEAVY})
         assert answer.status_code == 400
         assert "simplify it" in answer.json()["error"]["message"]
-    assert megabytes(own.process.pid) - before < 40
+    assert megabytes(server.process.pid) - before < 40
     assert victim.longest_gap < NOISE * CALM, f"{victim.longest_gap:.3f} s"
-    assert own.post(TEXT, {"prompt": "a", "max_tokens": 4, "guided_json": GOOD}).status_code == 200
+    assert server.post(TEXT, {"prompt": "a", "max_tokens": 4, "guided_json": GOOD}).status_code == 200
 
 
-def test_what_is_large_and_taken_disturbs_no_stream(own: RunningServer) -> None:
-    with Victim(own) as victim:
-        answer = own.post(TEXT, {"prompt": "a", "max_tokens": 4, "guided_json": FAIR})
+def test_what_is_large_and_taken_disturbs_no_stream(server: RunningServer) -> None:
+    with Victim(server) as victim:
+        answer = server.post(TEXT, {"prompt": "a", "max_tokens": 4, "guided_json": FAIR})
     assert answer.status_code == 200
     assert victim.longest_gap < NOISE * CALM, f"{victim.longest_gap:.3f} s"
 
 
-def test_the_work_ends_with_its_client(own: RunningServer) -> None:
+def test_the_work_ends_with_its_client(server: RunningServer) -> None:
     with pytest.raises(httpx.ReadTimeout):
-        own.post(TEXT, {"prompt": "a", "max_tokens": 4, "guided_json": {**HEAVY, "title": "x"}}, timeout=0.5)
-    own.wait_until_idle()
-    eventually(lambda: own.get("/load")["server_load"] == 0, 5)
-    eventually(lambda: not any(map(computes, checkers(own))), 1.5)
+        server.post(TEXT, {"prompt": "a", "max_tokens": 4, "guided_json": {**HEAVY, "title": "x"}}, timeout=0.5)
+    server.wait_until_idle()
+    eventually(lambda: server.get("/load")["server_load"] == 0, 5)
+    eventually(lambda: not any(map(computes, checkers(server))), 1.5)
 
 
 def checkers(server: RunningServer) -> list[Path]:
