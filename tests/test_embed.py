@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from tests.models import tiny
 from tests.models.conftest import Saved, saved
+from tests.serve.running import MEASURED
 from weft import LLM, ModelError, RequestError, SamplingParams
 from weft.engine.pooling import pooling_of
 from weft.hub import NEEDED_FILES
@@ -94,8 +95,10 @@ def test_the_file_that_says_it_is_downloaded() -> None:
     assert "1_Pooling/config.json" in NEEDED_FILES
 
 
-def test_no_embedding_is_refused_for_a_promise(saved: Saved) -> None:
+def test_no_embedding_is_refused_for_a_promise(saved: Saved, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _, path = saved("llama")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("weft.engine.build.calibrate", lambda *args, **options: MEASURED)
     with LLM(path, dtype="float32", kv_cache_memory_bytes=2**24, gap_target_ms=500, ttft_target_ms=1) as llm:
         assert len(llm.embed([[1, 2, 3]] * 300, progress=False)) == 300
 

@@ -20,7 +20,8 @@ LONG_ENOUGH = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(talking_directory(tmp_path_factory.mktemp("talking")), load_format="dummy", max_num_seqs=8, seed=7)
+    path = talking_directory(tmp_path_factory.mktemp("talking"))
+    return LLM(path, load_format="dummy", max_num_seqs=8, kv_cache_memory_bytes=1 << 20, seed=7)
 
 
 @pytest.fixture(autouse=True)

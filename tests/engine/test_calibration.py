@@ -274,7 +274,7 @@ def test_a_real_executor_is_measured_and_then_serves_as_before(tmp_path: Path) -
             block_size=scheduler.block_size,
             max_model_len=llm.engine.max_model_len,
             max_num_batched_tokens=llm.options.max_num_batched_tokens,
-            seconds=4.0,
+            seconds=2.0,
         )
         after = llm.generate(prompts, params, progress=False)
     assert found.steps >= 16

@@ -7,7 +7,6 @@ that imports it.
 import dataclasses
 import importlib.metadata
 import importlib.util
-import inspect
 import math
 from typing import Any
 
@@ -39,28 +38,15 @@ def _check_triton() -> None:
 
 
 def _speed_the_interpreter_up() -> None:
-    """The interpreter replaces the functions of triton.language for every function that a kernel calls, and puts them
-    back after each launch, which takes half of its time. Nothing else uses them here, so replacing them once will do.
-    """
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang
-    patched: set[tuple[bool, bool]] = set()
+    from tests.kernels import fast_interpreter
 
-    class Kept:
-        def restore(self) -> None:
-            pass
-
-    def once(fn: Any) -> Kept:
-        seen = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
-        languages = (interpreter.tl in seen, interpreter.tl.core in seen)
-        if languages not in patched:
-            patched.add(languages)
-            patch(fn)
-        return Kept()
-
-    interpreter._patch_lang = once
-    if not is_long():  # half of the rest of its time: every addition of integers is checked for an overflow
+    fast_interpreter.patch_the_language_once()
+    if not is_long():  # the long run takes the interpreter as it is
+        if _version("triton") == (3, 8):  # of others the insides may differ
+            fast_interpreter.remember_types()
+        # Half of the rest of its time: every addition of integers is checked for an overflow.
         builder = interpreter.interpreter_builder
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 

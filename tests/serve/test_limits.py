@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.running import RunningServer, calibrate_quickly
+from tests.serve.running import RunningServer, store_calibration
 
 TEXT = "/v1/completions"
 SMALL = ("--max-num-seqs", "64", "--kv-cache-memory-bytes", "128MiB")
@@ -35,7 +35,7 @@ def guarded() -> Iterator[RunningServer]:
 def promising(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """With generous promises: machines that run tests are slow at times."""
     cache = tmp_path_factory.mktemp("cache")
-    calibrate_quickly(cache, *SMALL)
+    store_calibration(cache, *SMALL)
     server = RunningServer(
         *SMALL,
         *("--gap-target-ms", "2000", "--ttft-target-ms", "20000", "--min-gap-target-ms", "1000"),
@@ -298,7 +298,7 @@ def test_the_id_of_a_stored_response_cannot_be_chosen(server: RunningServer) -> 
 def test_refusals_do_not_fill_the_queue(tmp_path: Path) -> None:
     """A refused request waits no more, even where no step follows that would say so."""
     engine = ("--max-num-seqs", "2", "--kv-cache-memory-bytes", "64MiB")
-    calibrate_quickly(tmp_path, *engine)
+    store_calibration(tmp_path, *engine)
     promises = ("--gap-target-ms", "5000", "--ttft-target-ms", "60000")
     server = RunningServer(*engine, "--max-queued-requests", "2", *promises, XDG_CACHE_HOME=str(tmp_path))
     try:

@@ -1,13 +1,16 @@
 """schemathesis reads /openapi.json and sends what it allows, and what it does not: no crash, no hang, no 422."""
 
+from typing import TYPE_CHECKING
+
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
-from schemathesis.generation import GenerationMode
-from schemathesis.schemas import APIOperation
 
 from tests.serve.running import RunningServer
 from tests.strength import examples
+
+if TYPE_CHECKING:  # it takes a second to import, and only one process of several runs these tests
+    import schemathesis
+    from schemathesis.schemas import APIOperation
 
 EXAMPLES = 30  # for each operation, of valid and of broken requests
 PATHS = (
@@ -35,20 +38,24 @@ COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_token
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
-def test_every_operation(server: RunningServer, path: str, mode: GenerationMode) -> None:
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+def test_every_operation(server: RunningServer, path: str, mode: str) -> None:
+    import schemathesis
+
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations() if found.ok().path == path]
-    if mode is GenerationMode.NEGATIVE and not any(operation.body for operation in operations):
+    if mode == "negative" and not any(operation.body for operation in operations):
         pytest.skip("nothing can be wrong with a request without a body")
     for operation in operations:
         try_out(operation, mode)
 
 
-def try_out(operation: APIOperation, mode: GenerationMode) -> None:
+def try_out(operation: "APIOperation", mode: str) -> None:
+    from schemathesis.generation import GenerationMode
+
     @settings(max_examples=examples(EXAMPLES), deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(case=operation.as_strategy(generation_mode=mode))
-    def check(case: schemathesis.Case) -> None:
+    @given(case=operation.as_strategy(generation_mode=GenerationMode(mode)))
+    def check(case: "schemathesis.Case") -> None:
         if isinstance(case.body, dict):  # a valid request may ask for all that the model can write: not in a test
             for name in COUNTS:
                 count = case.body.get(name)

@@ -38,7 +38,7 @@ def told(promise: Promise, ttft_target: float) -> tuple[bool, list[tuple[bytes, 
     )
     collector = RequestOutputCollector()
     collector.prefills_done[0] = done
-    generator = ResponseGenerator(parsed, unused, collector, unused)
+    generator = ResponseGenerator(parsed, unused, collector, unused, 0.0)
     return done.has_ttft_promise, generator._headers()
 
 

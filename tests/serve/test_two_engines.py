@@ -30,8 +30,9 @@ class TwoEngines(RunningServer):
         return [self.of_engine(name, engine) for engine in NAMES]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own() -> Iterator[TwoEngines]:
+    """For both tests. The second, in which an engine dies, ends it."""
     server = TwoEngines()
     eventually(lambda: server.of_both("weft_engine_up") == [1, 1], 60)
     yield server
@@ -54,7 +55,20 @@ async def read(client: httpx.AsyncClient, number: int, begun: asyncio.Event) -> 
     return lines
 
 
+def test_what_a_server_with_two_engines_shows(own: TwoEngines) -> None:
+    info = own.get("/server_info")
+    assert info["processes"]["engine"] == own.pids["0"]
+    assert info["engine"]["max_num_seqs"] == 16
+    both = sum(own.of_both("weft_kv_blocks_free"))
+    load = own.get("/load")
+    assert load == {"server_load": 0, "running": 0, "waiting": 0, "queued_tokens": 0, "free_blocks": both, "sent": 0}
+    for path in ("/metrics", "/v1/models", "/reset_prefix_cache"):
+        method = "POST" if path == "/reset_prefix_cache" else "GET"
+        assert own.http.request(method, path).status_code == 200
+
+
 def test_the_death_of_one_engine_costs_the_other_nothing(own: TwoEngines) -> None:
+    assert "Traceback" not in own.log
     pids = own.pids
     assert len(set(pids.values())) == 2
 
@@ -96,19 +110,3 @@ def test_the_death_of_one_engine_costs_the_other_nothing(own: TwoEngines) -> Non
     assert own.stop() == 0, own.log
     for pid in pids.values():
         eventually(lambda pid=pid: not is_alive(pid), 5)
-
-
-def test_what_a_server_with_two_engines_shows(own: TwoEngines) -> None:
-    info = own.get("/server_info")
-    assert info["processes"]["engine"] == own.pids["0"]
-    assert info["engine"]["max_num_seqs"] == 16
-    both = sum(own.of_both("weft_kv_blocks_free"))
-    load = own.get("/load")
-    assert load == {"server_load": 0, "running": 0, "waiting": 0, "queued_tokens": 0, "free_blocks": both, "sent": 0}
-    for path in ("/metrics", "/v1/models", "/reset_prefix_cache"):
-        method = "POST" if path == "/reset_prefix_cache" else "GET"
-        assert own.http.request(method, path).status_code == 200
-    engine = own.pids["1"]
-    assert own.stop() == 0, own.log
-    eventually(lambda: not is_alive(engine), 5)
-    assert "Traceback" not in own.log

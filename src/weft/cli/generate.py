@@ -18,7 +18,6 @@ from weft.cli.options import (
     sampling_params,
 )
 from weft.engine.params import SamplingParams, StructuredOutputs
-from weft.engine.structured import check_structure
 from weft.errors import OptionError, PromptError, RequestError
 
 if TYPE_CHECKING:
@@ -139,6 +138,8 @@ def _read_requests(path: Path, defaults: SamplingParams) -> list[_InputRequest]:
 
 
 def _read_request(path: Path, number: int, line: str, defaults: SamplingParams) -> _InputRequest:
+    from weft.engine.structured import check_structure
+
     where = f"{path}, line {number}"
     try:
         data = json.loads(line)

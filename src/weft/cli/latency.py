@@ -4,7 +4,6 @@ import argparse
 import json
 from dataclasses import asdict, replace
 
-from weft.bench.engine.latency import SAMPLING, decode_obstacle, measure_decode, measure_prefill, prefill_obstacle
 from weft.bench.engine.limits import measure_ceilings
 from weft.bench.engine.shapes import warm_engine
 from weft.cli.shapes import (
@@ -43,7 +42,7 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     add(
         "--sampling",
         type=_sampling,
-        default=SAMPLING,
+        default="{}",
         metavar="JSON",
         help=f'of all requests, such as \'{{"top_k": 20, "top_p": 0.95}}\': any of {", ".join(SAMPLED)} '
         "(default: a temperature of 0.6 alone)",
@@ -53,6 +52,8 @@ def register(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from weft.bench.engine.latency import decode_obstacle, measure_decode, measure_prefill, prefill_obstacle
+
     kind = device_kind(arguments.device)
     arguments.batch, arguments.prompt = arguments.batch or BATCHES[kind], arguments.prompt or PROMPTS[kind]
     at_least_one(arguments, "batch", "prompt", "decode_steps")
@@ -89,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sampling(text: str) -> SamplingParams:
+    from weft.bench.engine.latency import SAMPLING
+
     try:
         given = json.loads(text)
     except ValueError as error:

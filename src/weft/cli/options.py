@@ -38,7 +38,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, metavar="N", default=16, help="tokens in a block of the KV cache (default: 16)")
     add(
         "--kv-cache-memory-bytes",
-        type=_size,
+        type=byte_size,
         metavar="BYTES",
         help="memory for the KV cache, as 4000000000, 4G or 4GiB (default: depends on the device's free memory)",
     )
@@ -151,7 +151,7 @@ def _tokens(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens: write 32768, 32k or auto") from None
 
 
-def _size(text: str) -> int:
+def byte_size(text: str) -> int:
     digits = text.rstrip("bBkKmMgGiI")
     unit = text[len(digits) :].lower().removesuffix("b")
     try:

@@ -7,7 +7,14 @@ from typing import Any
 
 from weft.cli.environment import read_environment
 from weft.cli.foreign_options import add_foreign_options, report_foreign_options
-from weft.cli.options import add_engine_arguments, add_model_option, add_promise_arguments, choose_model, engine_options
+from weft.cli.options import (
+    add_engine_arguments,
+    add_model_option,
+    add_promise_arguments,
+    byte_size,
+    choose_model,
+    engine_options,
+)
 from weft.cli.structured import add_structured_arguments
 from weft.engine.options import EngineOptions
 from weft.engine.params import MAX_LOGPROBS
@@ -175,11 +182,24 @@ def _add_transport(add: Any) -> None:
 
 
 def _add_observation(add: Any) -> None:
-    """Adds traces and records of steps."""
+    """Adds traces and recordings."""
     add(
         "--otlp-traces-endpoint",
         metavar="URL",
         help="where OpenTelemetry spans are sent, as http://localhost:4318 (needs weft[otel]; default: nowhere)",
+    )
+    add(
+        "--record",
+        metavar="FILE",
+        help="also write the recording to FILE, for weft diagnose and weft timeline: what ran in which step and when "
+        "tokens were sent, without prompts and texts (default: the last minutes are kept in memory)",
+    )
+    add(
+        "--record-max-bytes",
+        type=byte_size,
+        metavar="BYTES",
+        default=1 << 30,
+        help="of FILE and FILE.old, where the older half goes, as 100M or 1GiB (default: 1GiB)",
     )
     add(
         "--record-steps",

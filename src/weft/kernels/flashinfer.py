@@ -135,7 +135,7 @@ class FlashInfer:
         """Attention of a step's prefill slices: chooses how each of them reads its keys."""
         self._wrapper_index ^= 1
         self.prompt_copy.writing = -1
-        parts: list[Part] = []
+        parts: list[SliceGroup] = []
         starts = np.concatenate([[0], np.cumsum(slices.count)])
         begin, end = self._not_divided(slices)
         runs: list[tuple[int, int, _Way | None]] = [
@@ -153,7 +153,7 @@ class FlashInfer:
                     planned = GatheredPrefills(self, kv, some, self.prompt_copy)
                 else:
                     planned = self._gathered_or_paged(kv, some)
-                parts.append(Part(slice(int(starts[low]), int(starts[high])), planned))
+                parts.append(SliceGroup(slice(int(starts[low]), int(starts[high])), planned))
         return StepPrefills(parts)
 
     def _not_divided(self, slices: "PrefillSlices") -> tuple[int, int]:
@@ -191,7 +191,7 @@ class FlashInfer:
         return self._wrappers[kind, way][self._wrapper_index]
 
 
-class Part(NamedTuple):
+class SliceGroup(NamedTuple):
     """Consecutive prefill slices of a step that read their keys in the same way."""
 
     rows: slice  # range of the step's prefill tokens
@@ -201,7 +201,7 @@ class Part(NamedTuple):
 class StepPrefills:
     """All prefill slices of one step."""
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[SliceGroup]) -> None:
         self._parts = parts
 
     @property

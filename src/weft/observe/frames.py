@@ -108,7 +108,7 @@ class StepFrame(msgspec.Struct, tag=3, array_like=True):
 class LateChunk(msgspec.Struct, array_like=True):
     """A chunk that a client got later after the chunk before than its gap target allows."""
 
-    token_index: int  # of the first token in the chunk, from 0
+    token_index: int  # of the last token in the chunk, from 0
     received: float  # when the API process had the token
     sent: float  # when the chunk was written to the socket
     waited: float  # seconds that the socket took: the client reads slowly

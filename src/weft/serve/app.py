@@ -9,6 +9,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.serve.endpoints.inference_endpoints import InferenceEndpoints
+from weft.serve.endpoints.recording_endpoint import RecordingEndpoint, record_lags
 from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
 from weft.serve.endpoints.status_endpoints import StatusEndpoints
 from weft.serve.endpoints.token_endpoints import TokenEndpoints
@@ -38,12 +39,15 @@ def build_app(state: ServerState) -> ASGIApp:
         await _wait_for_engine(state)
         preparing = asyncio.create_task(state.parser.checker.prepare())
         tidying = asyncio.create_task(responses.tidy())
+        watching = asyncio.create_task(record_lags(state))
         yield
         preparing.cancel()
         tidying.cancel()
+        watching.cancel()
         if page is not None:
             page.close()
         await state.engines.close()
+        state.recording.close()
         state.parser.texts.close()
         state.parser.checker.close()
         if state.tracer is not None:
@@ -74,7 +78,7 @@ async def _wait_for_engine(state: ServerState) -> None:
 
 def _routes(state: ServerState, responses: ResponsesEndpoints) -> list[tuple[str, str, Handler]]:
     inference, status = InferenceEndpoints(state, responses), StatusEndpoints(state)
-    tokens = TokenEndpoints(state, responses)
+    tokens, recording = TokenEndpoints(state, responses), RecordingEndpoint(state)
     return [
         ("/v1/models", "GET", status.models),
         ("/v1/models/", "GET", status.models),
@@ -106,6 +110,7 @@ def _routes(state: ServerState, responses: ResponsesEndpoints) -> list[tuple[str
         ("/server_info", "GET", status.server_info),
         ("/reset_prefix_cache", "POST", status.reset_prefix_cache),
         ("/openapi.json", "GET", status.openapi),
+        ("/observe/frames", "GET", recording.frames),
     ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from weft.engine.params import MAX_LOGPROBS
 from weft.errors import OptionError
 
+LEAST_RECORD_BYTES = 16 << 20
 CONTENT_FORMATS = ("auto", "string", "openai")
 
 
@@ -39,6 +40,8 @@ class ServeOptions:
     tool_call_parser: str | None = None  # None: detected from the chat template
     reasoning_parser: str | None = None  # None: detected from the chat template
     otlp_traces_endpoint: str | None = None  # where spans are sent; None: no tracing
+    record: str | None = None  # file for the recording; None: only the last minutes are kept, in memory
+    record_max_bytes: int = 1 << 30  # of the recording's file, and the file before, together
     record_steps: str | None = None  # file for the engine's StepRecords, as JSON lines; None: no recording
 
     def __post_init__(self) -> None:
@@ -56,6 +59,10 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value} must be at least 1; leave it out for no limit")
+        if self.record_max_bytes < LEAST_RECORD_BYTES:
+            raise OptionError(
+                f"record_max_bytes={self.record_max_bytes} must be at least {LEAST_RECORD_BYTES}: less holds no minute"
+            )
         if any(not key.strip() or not key.isascii() for key in self.api_key):
             raise OptionError("an api_key must be non-empty ASCII text")
         self._check_vllm()

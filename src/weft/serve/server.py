@@ -23,6 +23,8 @@ from weft.engine.pooling import pooling_of
 from weft.errors import ModelError, OptionError
 from weft.llm import recommended_params, resolve_model_path
 from weft.observe.metrics import ServerMetrics
+from weft.observe.recording_buffer import RecordingBuffer
+from weft.observe.recording_file import RecordingFile
 from weft.observe.tracing import Tracer
 from weft.serve.app import build_app
 from weft.serve.endpoints.response_generator import SHUT_DOWN
@@ -99,14 +101,17 @@ def _build(options: ServeOptions, engine_options: EngineOptions, engines: int) -
     eos = texts.tokenizer.eos_token_id if texts.tokenizer is not None else None
     eos_ids = () if eos is None else (eos,)
     config = EngineProcessConfig("", str(path.resolve()), eos_ids, asdict(engine_options), options.record_steps)
+    file = None if options.record is None else RecordingFile(Path(options.record), options.record_max_bytes)
+    recording = RecordingBuffer(file)
     return ServerState(
         options=options,
         engine_options=engine_options,
         model_names=names,
         parser=parser,
-        engines=EnginePool(config, metrics, _say),
+        engines=EnginePool(config, metrics, _say, recording=recording),
         metrics=metrics,
         tracer=Tracer.make(options.otlp_traces_endpoint),
+        recording=recording,
         rate_limits=RateLimits(options.requests_per_minute, options.max_concurrent_requests),
         body_reader=BodyReader(int(options.max_body_mb * 1e6)),
         created=int(time.time()),

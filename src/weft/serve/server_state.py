@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope
 from weft.engine.garbage_collection import GarbageCollection
 from weft.engine.options import EngineOptions
 from weft.observe.metrics import ServerMetrics
+from weft.observe.recording_buffer import RecordingBuffer
 from weft.observe.tracing import Tracer
 from weft.serve.engines.engine_client import EngineHealth
 from weft.serve.engines.engine_pool import EnginePool
@@ -41,6 +42,7 @@ class ServerState:
     engines: EnginePool
     metrics: ServerMetrics
     tracer: Tracer | None
+    recording: RecordingBuffer
     rate_limits: RateLimits
     body_reader: BodyReader
     created: int  # seconds since the epoch

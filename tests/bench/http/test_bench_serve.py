@@ -6,20 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.serve.running import RunningServer
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    """It promises nothing, as machines that run tests are slow at times."""
-    server = RunningServer("--policy", "chunked", "--max-num-seqs", "64", "--kv-cache-memory-bytes", "256MiB")
-    yield server
-    assert server.stop() == 0, server.log
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:

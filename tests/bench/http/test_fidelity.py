@@ -2,18 +2,18 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.serve.running import RunningServer, calibrate_quickly
-from weft.llm import DEFAULT_MODEL
+from tests.engine.tiny import talking_directory, tiny_directory
+from tests.serve.running import RunningServer, store_calibration
 
 WORKLOAD = "poisson:rate=20,prompt=uniform:5:60,output=uniform:2:6,duration=0.5"
 SMALL = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", "64MiB")
+DUMMY = ("--load-format", "dummy")
 EASY = ("--gap-target-ms", "5000", "--ttft-target-ms", "60000")  # machines that run tests are slow at times
 
 
@@ -23,11 +23,17 @@ def fidelity(*arguments: str | Path, home: Path) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
-@pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small, so that what is played takes no time."""
+    return talking_directory(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def home(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a calibration of the small engine."""
     folder = tmp_path_factory.mktemp("calibrations")
-    calibrate_quickly(folder, *SMALL)
+    store_calibration(folder, model, *DUMMY, *SMALL)
     return folder
 
 
@@ -44,25 +50,26 @@ def check(found: dict[str, object], policies: list[str]) -> None:
         assert {"TTFT ms p50", "gap ms p99.9", "output tokens/s", "promises kept"} <= {x["name"] for x in one["lines"]}
 
 
-def test_a_workload_is_served_over_http_and_simulated_with_the_servers_calibration(tmp_path: Path, home: Path) -> None:
+def test_a_workload_is_served_over_http_and_simulated_with_the_servers_calibration(
+    tmp_path: Path, model: Path, home: Path
+) -> None:
     file = tmp_path / "result.json"
-    command = ("--workload", WORKLOAD, *SMALL, *EASY, "--policy", "chunked,slo", "--repeats", "1", "--json", file)
-    done = fidelity(*command, home=home)
+    played = ("--workload", WORKLOAD, *EASY, "--policy", "chunked,slo", "--repeats", "1", "--json", file)
+    done = fidelity(model, *DUMMY, *SMALL, *played, home=home)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     check(found, ["slo", "chunked"])  # slo first, whose start makes the calibration where there is none
     assert found["profile"]["origin"].startswith("measured with weft")
     assert (found["profile"]["max_num_seqs"], found["profile"]["max_num_batched_tokens"]) == (16, 256)
     assert found["truth"]["noise"] == pytest.approx(min(found["profile"]["spread"], 0.5))
-    assert found["command"].startswith(f"weft bench fidelity --workload {WORKLOAD} --repeats 1 --policy chunked,slo")
+    assert found["command"].startswith(f"weft bench fidelity {model.name} --workload {WORKLOAD} ")
+    assert "--repeats 1 --policy chunked,slo" in found["command"]
     assert all(len(one["inside"]) == 3 and one["outside_ms"]["outside_p50"] > 0 for one in found["policies"])
     assert "promises kept" in done.stdout
 
 
 def test_a_shape_without_a_tokenizer_is_served_over_http(tmp_path: Path) -> None:
-    shape, file = tmp_path / "tiny", tmp_path / "result.json"
-    shape.mkdir()
-    shutil.copy(DEFAULT_MODEL / "config.json", shape)
+    shape, file = tiny_directory(tmp_path / "tiny", max_position_embeddings=1024), tmp_path / "result.json"
     command = ("--shape", shape, "--workload", WORKLOAD, *SMALL, *EASY, "--repeats", "1", "--json", file)
     done = fidelity(*command, home=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -72,9 +79,9 @@ def test_a_shape_without_a_tokenizer_is_served_over_http(tmp_path: Path) -> None
     assert str(tmp_path) not in json.dumps(found), "folders of this machine are not for the docs"
 
 
-def test_an_engine_in_this_process_is_played_the_same_way(tmp_path: Path, home: Path) -> None:
+def test_an_engine_in_this_process_is_played_the_same_way(tmp_path: Path, model: Path, home: Path) -> None:
     file = tmp_path / "result.json"
-    command = ("--embedded", "--workload", WORKLOAD, *SMALL, *EASY, "--json", file)
+    command = (model, *DUMMY, "--embedded", "--workload", WORKLOAD, *SMALL, *EASY, "--json", file)
     done = fidelity(*command, home=home)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
@@ -84,17 +91,15 @@ def test_an_engine_in_this_process_is_played_the_same_way(tmp_path: Path, home: 
     assert slo["step_errors"]["decode"]["steps"] > 0
 
 
-def test_a_running_server_is_played_with_its_own_policy_and_a_given_profile(tmp_path: Path) -> None:
+def test_a_running_server_is_played_with_its_own_policy_and_a_given_profile(
+    tmp_path: Path, server: RunningServer
+) -> None:
     trace, file = tmp_path / "trace.csv", tmp_path / "result.json"
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:00:00,30,4", "2023-11-16 18:00:01,30,4"]
     trace.write_text("\n".join([*rows, "2023-11-16 18:00:02,90000,4", "2023-11-16 18:00:09,30,4"]))
-    server = RunningServer("--policy", "chunked", *SMALL)
     played = ("--url", server.url, "--trace", trace, "--rate-scale", "4", "--duration", "2")
-    try:
-        done = fidelity(*played, "--profile", "h200-qwen3-0.6b", "--repeats", "1", "--json", file, home=tmp_path)
-        alone = fidelity(*played, home=tmp_path)
-    finally:
-        assert server.stop() == 0, server.log
+    done = fidelity(*played, "--profile", "h200-qwen3-0.6b", "--repeats", "1", "--json", file, home=tmp_path)
+    alone = fidelity(*played, home=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     check(found, ["chunked"])

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 import pytest
 
-from tests.serve.running import RunningServer
+from tests.serve.running import RunningServer, store_calibration
 
 MANY, ONE = "key-of-many", "key-of-one"
 CLIENTS = 60
@@ -49,10 +50,12 @@ async def both(url: str) -> tuple[Seen, Seen]:
     return many, one
 
 
-def test_sixty_clients_of_one_key_refuse_none_of_another() -> None:
+def test_sixty_clients_of_one_key_refuse_none_of_another(tmp_path: Path) -> None:
     options = ("--max-num-seqs", "64", "--kv-cache-memory-bytes", "128MiB")
+    store_calibration(tmp_path, *options)
     targets = ("--gap-target-ms", "500", "--ttft-target-ms", "4000", "--ttft-target-per-1k-ms", "0")
-    server = RunningServer(*options, *targets, "--api-key", MANY, "--api-key", ONE)
+    keys = ("--api-key", MANY, "--api-key", ONE)
+    server = RunningServer(*options, *targets, *keys, XDG_CACHE_HOME=str(tmp_path))
     try:
         many, one = asyncio.run(both(server.url))
     finally:

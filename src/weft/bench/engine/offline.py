@@ -3,12 +3,14 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from weft.core import StepRecord
-from weft.engine.engine import Engine
 from weft.engine.params import SamplingParams
 from weft.errors import EngineError, OptionError
+
+if TYPE_CHECKING:  # `weft --help` needs the names of the workloads, and no engine
+    from weft.core import StepRecord
+    from weft.engine.engine import Engine
 
 TEMPERATURE = 0.6
 
@@ -49,7 +51,7 @@ WORKLOADS: dict[str, Callable[[], list[OfflineRequest]]] = {"uniform256": unifor
 
 
 def measure(
-    engine: Engine, requests: Sequence[OfflineRequest], progress: Callable[[int], None] = lambda tokens: None
+    engine: "Engine", requests: Sequence[OfflineRequest], progress: Callable[[int], None] = lambda tokens: None
 ) -> Offline:
     """Runs all requests to their end. Token ids wrap at the vocabulary size. `progress` receives the sampled tokens."""
     longest = max(len(request.prompt) + request.max_tokens for request in requests)
@@ -61,7 +63,7 @@ def measure(
     loop = engine.loop
     steps = preemptions = sampled = 0
 
-    def note(record: StepRecord) -> None:
+    def note(record: "StepRecord") -> None:
         nonlocal steps, preemptions
         steps += 1
         preemptions += record.preemptions

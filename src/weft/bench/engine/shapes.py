@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.build import build_engine
 from weft.engine.cpu_features import prepare_cpu
-from weft.engine.engine import Engine
-from weft.engine.garbage_collection import GarbageCollection
 from weft.engine.options import EngineOptions
 from weft.engine.params import SamplingParams
 from weft.errors import EngineError, OptionError
@@ -21,6 +18,7 @@ from weft.errors import EngineError, OptionError
 if TYPE_CHECKING:  # torch takes seconds to import, and must not be imported before prepare_cpu()
     import torch
 
+    from weft.engine.engine import Engine  # `weft --help` needs the names of the shapes, and no engine
     from weft.models import ModelConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -70,7 +68,7 @@ class WarmEngine:
     """A warm engine and its parts. Times are seconds since the start of the process."""
 
     shape: str
-    engine: Engine
+    engine: "Engine"
     config: "ModelConfig"
     device: "torch.device"
     dtype: "torch.dtype"
@@ -128,7 +126,10 @@ def shape_directory(shape: str, load_format: str = "dummy") -> Iterator[Path]:
 @contextmanager
 def closing_engine(
     options: EngineOptions, path: Path, done: Callable[[str], None] = lambda part: None
-) -> Iterator[Engine]:
+) -> "Iterator[Engine]":
+    from weft.engine.build import build_engine
+    from weft.engine.garbage_collection import GarbageCollection
+
     engine = build_engine(options, path, done=done)
     garbage_collection = GarbageCollection()
     garbage_collection.freeze()
@@ -140,7 +141,7 @@ def closing_engine(
         garbage_collection.thaw()
 
 
-def clear(engine: Engine) -> None:
+def clear(engine: "Engine") -> None:
     """Aborts all sequences, and waits for the steps in flight."""
     for sequence in list(engine.loop.sequences.values()):
         engine.loop.abort(sequence)
@@ -168,7 +169,7 @@ def process_seconds() -> float:
 _IMPORTED = time.perf_counter()
 
 
-def _warm_up(engine: Engine) -> float:
+def _warm_up(engine: "Engine") -> float:
     """Answers one short request. Returns the time of its first token, in seconds since the start of the process."""
     params = SamplingParams(temperature=0.6, max_tokens=WARM_UP, ignore_eos=True)
     prompt = [token % engine.vocab_size for token in range(1, 1 + min(WARM_UP, engine.max_model_len - 1))]

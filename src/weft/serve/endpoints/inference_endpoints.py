@@ -132,7 +132,9 @@ class InferenceEndpoints:
         return body, parsed
 
     async def _respond(self, parsed: ParsedRequest, body: Any, scope: Scope, watcher: Canceller, send: Send) -> None:
-        generator = await respond(parsed, self._state.engines, self._state.metrics, watcher, send)
+        generator = await respond(
+            parsed, self._state.engines, self._state.metrics, self._state.recording, watcher, send
+        )
         self._trace(generator.stats, parsed, body, scope)
 
     def _trace(self, stats: FinishedRequestStats | None, parsed: ParsedRequest, body: Any, scope: Scope) -> None:

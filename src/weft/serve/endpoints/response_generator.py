@@ -9,6 +9,8 @@ from starlette.types import Send
 from weft.errors import RequestError
 from weft.observe.engine_metrics import EngineMetrics, FinishedRequestStats
 from weft.observe.metrics import ServerMetrics
+from weft.observe.recording_buffer import RecordingBuffer
+from weft.serve.endpoints.delivery_times import DeliveryTimes
 from weft.serve.endpoints.disconnect_watcher import CLIENT_DISCONNECTED, Canceller, ClientDisconnected
 from weft.serve.endpoints.token_times import TokenTimes
 from weft.serve.engines.engine_client import EngineClient
@@ -29,28 +31,40 @@ FAILURES = ("engine_died", "step_failed", "shutdown")
 
 
 async def respond(
-    parsed: ParsedRequest, engines: EnginePool, metrics: ServerMetrics, watcher: Canceller, send: Send
+    parsed: ParsedRequest,
+    engines: EnginePool,
+    metrics: ServerMetrics,
+    recording: RecordingBuffer,
+    watcher: Canceller,
+    send: Send,
 ) -> "ResponseGenerator":
     """Runs a parsed request to its end on one engine. Returns its ResponseGenerator, which has the final statistics."""
     engine = engines.choose(parsed.prompts)
     engine.check_queue(sum(prompt.params.n for prompt in parsed.prompts))
+    submitted = clock()
     collector = engine.submit(parsed.prompts, parsed.arrival)
     watcher.attach(collector)
-    generator = ResponseGenerator(parsed, engine, collector, metrics.engines[engine.name])
+    generator = ResponseGenerator(parsed, engine, collector, metrics.engines[engine.name], submitted)
+    reason = "error"
     try:
         if parsed.stream:
             await generator.stream(send)
         else:
             await generator.collect(send)
     except ClientDisconnected:
-        generator.finish("abort")
+        reason = "abort"
+        generator.finish(reason)
         raise
     except ApiError as error:
-        if error.code in FAILURES:
+        reason = error.code or reason
+        if reason in FAILURES:
             generator.finish("error")
         raise
     finally:
         engine.abort(collector)  # the sequences that are still open
+        generator.sent.record(
+            recording, engine.name, collector.keys, collector.prefills_done, generator.sequence_ends, reason
+        )
     return generator
 
 
@@ -58,10 +72,16 @@ class ResponseGenerator:
     """The answer to one request: reads the updates of its sequences, and sends chunks or one body."""
 
     def __init__(
-        self, parsed: ParsedRequest, engine: EngineClient, collector: RequestOutputCollector, metrics: EngineMetrics
+        self,
+        parsed: ParsedRequest,
+        engine: EngineClient,
+        collector: RequestOutputCollector,
+        metrics: EngineMetrics,
+        submitted: float,
     ) -> None:
+        """`submitted`: when it was sent to the engine."""
         self.parsed, self.engine, self.collector = parsed, engine, collector
-        self.times = TokenTimes(parsed, metrics)
+        self.times, self.sent = TokenTimes(parsed, metrics), DeliveryTimes(parsed, submitted)
         self.metrics = metrics
         self.sequence_ends: dict[int, SequenceEnd] = {}  # by choice index
         self.stats: FinishedRequestStats | None = None  # set at the end
@@ -76,6 +96,7 @@ class ResponseGenerator:
                     continue  # a token that was in flight when a stop string ended the choice
                 if update.token is not None:
                     self.times.record_token(update.choice_index, update.at)
+                    self.sent.tokens[update.choice_index] += 1
                 self._apply_update(update)
         body = await self._build_offloaded(
             lambda: to_json(self.parsed.formatter.full_response(self.parsed.choices, self.final_fields()))
@@ -83,12 +104,13 @@ class ResponseGenerator:
         headers = [*JSON_HEADERS, *self._headers(), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+        self.sent.note_answer()
         self.finish()
 
     async def stream(self, send: Send) -> None:
         """Streams the answer. The response starts with the first token, so a refusal can still set the status."""
         collector, formatter, choices, times = self.collector, self.parsed.formatter, self.parsed.choices, self.times
-        started = False
+        started, sent = False, self.sent
         shows_usage = self.parsed.usage_in_every_chunk
         try:
             while self._remaining_choices:
@@ -112,6 +134,7 @@ class ResponseGenerator:
                     )
                     if update.token is not None:
                         times.record_token(update.choice_index, update.at)
+                        sent.tokens[update.choice_index] += 1
                     delta = self._apply_update(update)
                     if delta is not None and (formatter.token_ids or not delta.is_empty):
                         extras = {"usage": self._usage()} if shows_usage else {}
@@ -119,7 +142,10 @@ class ResponseGenerator:
                             extras = {**extras, "metrics": self.request_metrics()}
                         data += formatter.chunk(choice, delta, extras)
                     if data:
+                        began = clock()
                         await send({"type": "http.response.body", "body": data, "more_body": True})
+                        if update.token is not None:
+                            sent.note_sent(update.choice_index, update.at, began)
             last = formatter.last_chunk(self.final_fields()) if self.parsed.usage_in_last_chunk else b""
             await send({"type": "http.response.body", "body": last + formatter.done})
         except ApiError as error:

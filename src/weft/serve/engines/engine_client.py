@@ -33,6 +33,7 @@ class EngineCallbacks:
     """Callbacks for events of one engine."""
 
     on_step: Callable[[EngineStep], None]
+    on_frames: Callable[[list[bytes], bytes], None]  # for the recording: of prompts, and of a step, or b""
     on_ready: Callable[[EngineInfo], str | None]  # returns why the engine must not serve, or None
     on_death: Callable[[], None]
     on_failure: Callable[[], None]  # no process will be started again
@@ -162,7 +163,7 @@ class EngineClient:
         """Runs one engine process from start to exit. Returns why it was killed, or None if it exited by itself."""
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(contextlib.closing(EngineFolder()))
-            connection = EngineConnection(folder.address, self._ready, self._events.on_step)
+            connection = EngineConnection(folder.address, self._ready, self._events.on_step, self._events.on_frames)
             stack.enter_context(contextlib.closing(connection))
             process = await EngineProcess.start(self._config, folder)
             self._process, self._connection, self._is_ending = process, connection, False

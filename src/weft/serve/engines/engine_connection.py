@@ -54,12 +54,16 @@ class EngineConnection:
     """Owns the socket to one engine process, and the routes from its sequences to requests. Runs on the event loop."""
 
     def __init__(
-        self, address: str, on_ready: Callable[[EngineInfo], str | None], on_step: Callable[[EngineStep], None]
+        self,
+        address: str,
+        on_ready: Callable[[EngineInfo], str | None],
+        on_step: Callable[[EngineStep], None],
+        on_frames: Callable[[list[bytes], bytes], None] = lambda prompts, step: None,
     ) -> None:
         """Binds the address. `on_ready` returns why the engine must not serve, or None."""
         self.info: EngineInfo | None = None  # None: the engine is not ready, or the connection is closed
         self.load = EngineLoad()
-        self._on_ready, self._on_step = on_ready, on_step
+        self._on_ready, self._on_step, self._on_frames = on_ready, on_step, on_frames
         self._next_key = itertools.count()
         self._sent = 0  # sequences since the start
         self._routes: dict[int, Route] = {}  # by key
@@ -159,6 +163,8 @@ class EngineConnection:
                 collector.open_keys.discard(end.key)
                 embedding = outputs.embeddings.get(end.key) if outputs.embeddings else None
                 collector.put(SequenceUpdate(index, end.token, end, logprobs.get(end.key), at=now, embedding=embedding))
+        if outputs.step_frame or outputs.prompt_frames:
+            self._on_frames(outputs.prompt_frames, outputs.step_frame)
         if (step := outputs.step) is not None:
             unread = self._sent - step.num_handled
             self.load = EngineLoad(step.running, step.waiting, step.queued_tokens, step.free_blocks, unread)

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from weft.core import StepRecord, Targets
+from weft.core import Request, StepRecord, Targets
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 from weft.engine.garbage_collection import GarbageCollection
@@ -31,6 +31,7 @@ from weft.engine.simulator_profile import profile_of
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.observe.engine_metrics import EngineStep
 from weft.observe.step_log import StepLog
+from weft.observe.step_recorder import StepRecorder
 from weft.serve.engines.heartbeat import Heartbeat
 from weft.serve.engines.messages import (
     AbortSequences,
@@ -89,7 +90,7 @@ def main() -> int:
     garbage_collection = GarbageCollection()
     garbage_collection.freeze()
     socket.send(encode(EngineReady(engine_info_of(engine, config.options))))
-    EngineProcessLoop(engine, socket, garbage_collection, heartbeat, step_log).run()
+    EngineProcessLoop(engine, socket, garbage_collection, heartbeat, step_log, config.engine).run()
     return 1
 
 
@@ -133,6 +134,7 @@ class EngineProcessLoop:
         garbage_collection: GarbageCollection,
         heartbeat: Heartbeat,
         step_log: StepLog | None = None,
+        name: str = "0",
     ) -> None:
         self.garbage_collection, self.heartbeat, self.step_log = garbage_collection, heartbeat, step_log
         self.error_log = LogRateLimit()
@@ -145,6 +147,10 @@ class EngineProcessLoop:
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weft-hash")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="weft-grammar")
         self._record: StepRecord | None = None
+        self._recorder = StepRecorder(name, self.loop.scheduler.slots.size, self._key_of)
+        self._request_keys: dict[Request, int] = {}  # of sequences that have not ended
+        self._prompt_frames: list[bytes] = []  # not sent yet
+        self._step_frame = b""
         self._failures = 0
         # Sequences that were accepted, rejected, or aborted in preparation, since the process started. The API process
         # subtracts this from the number that it sent.
@@ -191,7 +197,7 @@ class EngineProcessLoop:
                     self._num_handled += added.params.n
                 for key in keys:
                     if (sequence := self._sequences.pop(key, None)) is not None:
-                        del self._keys[sequence]
+                        self._forget(sequence)
                         self.loop.abort(sequence)
                 if not self.loop.has_work:
                     self._send_idle()
@@ -231,7 +237,8 @@ class EngineProcessLoop:
             return
         for key, sequence in enumerate(taken, start=message.key):
             self._sequences[key] = sequence
-            self._keys[sequence] = key
+            self._keys[sequence] = self._request_keys[sequence.request] = key
+            self._prompt_frames.append(self._recorder.prompt(sequence.request, self.loop.clock()))
 
     def _run_step(self) -> None:
         try:
@@ -254,6 +261,7 @@ class EngineProcessLoop:
         ends = [_end(key, sequence, None, "error") for key, sequence in self._sequences.items()]
         self._sequences.clear()
         self._keys.clear()
+        self._request_keys.clear()
         self.socket.send(encode(StepOutputs([], [], [], ends, {}, [], None)))
         self._send_idle()
 
@@ -263,7 +271,9 @@ class EngineProcessLoop:
         step = self._last_step()
         if step is None and not self.loop.has_work:
             step = self._idle_step()  # all waiting requests were refused and no step ran: report the empty queue
-        outputs = StepOutputs(keys, tokens, [], [], {}, [], step)
+        frames, self._prompt_frames = self._prompt_frames, []
+        outputs = StepOutputs(keys, tokens, [], [], {}, [], step, {}, frames, self._step_frame)
+        self._step_frame = b""
         key_of = self._keys
         for sequence, token, reason, logprobs, prompt_logprobs, first, embedding in events:
             key = key_of.get(sequence)
@@ -279,7 +289,8 @@ class EngineProcessLoop:
                 outputs.prompt_logprobs.append(PromptLogprobs(key, first + 1, prompt_logprobs))
             elif reason is not None:
                 outputs.sequence_ends.append(_end(key, sequence, token, reason))
-                del self._sequences[key], key_of[sequence]
+                del self._sequences[key]
+                self._forget(sequence)
             elif token is not None:
                 keys.append(key)
                 tokens.append(token)
@@ -296,8 +307,17 @@ class EngineProcessLoop:
 
     def _keep_record(self, record: StepRecord) -> None:
         self._record = record
+        self._step_frame = self._recorder.step(record, self.loop.scheduler.queued_tokens)
         if self.step_log is not None:
             self.step_log.write(record)
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._keys[sequence]
+        self._request_keys.pop(sequence.request, None)
+
+    def _key_of(self, request: Request) -> int:
+        """The key of a request; -1 if its sequence has ended in the meantime."""
+        return self._request_keys.get(request, -1)
 
     def _last_step(self) -> EngineStep | None:
         record, self._record = self._record, None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -9,13 +10,17 @@ from typing import Protocol
 
 import msgspec
 
+from weft import __version__
+from weft.core import Source
 from weft.observe.engine_metrics import EngineMetrics, EngineStep
+from weft.observe.frames import EngineFrame, encode_frame
 from weft.observe.metrics import ServerMetrics
+from weft.observe.recording_buffer import RecordingBuffer
 from weft.serve.engines.engine_client import EngineCallbacks, EngineClient, EngineHealth
 from weft.serve.engines.engine_connection import EngineLoad
 from weft.serve.engines.engine_folder import remove_stale_folders
 from weft.serve.engines.engine_prompt import EnginePrompt
-from weft.serve.engines.messages import EngineInfo, EngineProcessConfig
+from weft.serve.engines.messages import EngineInfo, EngineProcessConfig, clock
 
 # Fields of EngineInfo that must be equal for all engines, because a request is checked before its engine is chosen.
 # The other fields are measured (gap_target, min_gap_target) or depend on free memory (num_blocks, max_model_len).
@@ -61,10 +66,13 @@ class EnginePool:
         metrics: ServerMetrics,
         say: Callable[[str], None],
         router: EngineRouter | None = None,
+        recording: RecordingBuffer | None = None,
     ) -> None:
         """Creates one engine for each one in `metrics`, all with the same config."""
         self.changed = asyncio.Event()  # set when an engine becomes ready, or has failed
         self._metrics, self._say = metrics, say
+        self._recording = recording or RecordingBuffer()
+        self._most_step_tokens: int = config.options["max_num_batched_tokens"]
         self._first: tuple[str, EngineInfo] | None = None  # the first engine that was ready; all others must be like it
         several = len(metrics.engines) > 1
         self._router = router or (LeastLoadedRouter() if several else SingleEngineRouter())
@@ -77,8 +85,10 @@ class EnginePool:
     ) -> EngineClient:
         if several and config.record_steps is not None:  # processes must not write to the same file
             config = msgspec.structs.replace(config, record_steps=f"{config.record_steps}.{name}")
+        config = msgspec.structs.replace(config, engine=name)
         events = EngineCallbacks(
             on_step=partial(self._step, metrics),
+            on_frames=self._record,
             on_ready=partial(self._ready, name, metrics),
             on_death=metrics.record_death,
             on_failure=partial(self._engine_failed, name),
@@ -167,8 +177,41 @@ class EnginePool:
         if reason := _difference(info, self._first[1]):
             return f"its {reason} in engine {self._first[0]}"
         metrics.record_start(info.block_size, info.num_blocks)
+        self._record_start(name, info)
         self.changed.set()
         return None
+
+    def _record(self, prompts: list[bytes], step: bytes) -> None:
+        """Adds the frames of one message of an engine to the recording."""
+        now = clock()
+        for frame in prompts:
+            self._recording.add(frame, "prompt", now)
+        if step:
+            self._recording.add(step, "step", now)
+
+    def _record_start(self, name: str, info: EngineInfo) -> None:
+        now = clock()
+        frame = EngineFrame(
+            engine=name,
+            time=now,
+            epoch=time.time(),
+            weft=__version__,
+            model=self._metrics.model_name,
+            device=info.device,
+            policy=info.policy,
+            gap_target=info.gap_target,
+            gap_promised=info.gap_source > Source.DEFAULT,
+            ttft_target=info.ttft_target,
+            ttft_target_per_1k=info.ttft_target_per_1k,
+            ttft_promised=info.ttft_source > Source.DEFAULT,
+            max_num_seqs=info.max_num_seqs,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            enable_prefix_caching=info.enable_prefix_caching,
+            max_num_batched_tokens=self._most_step_tokens,
+            profile=info.profile,
+        )
+        self._recording.add_engine(name, encode_frame(frame), now)
 
     def _engine_failed(self, name: str) -> None:
         if self.failure is None:  # otherwise the server exits and prints the reason

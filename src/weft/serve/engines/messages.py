@@ -31,6 +31,7 @@ class EngineProcessConfig(msgspec.Struct):
     options: dict[str, Any]  # EngineOptions
     record_steps: str | None = None  # file for StepRecords
     heartbeat_file: str = ""  # path; see heartbeat.py
+    engine: str = "0"  # name of the engine
 
 
 class AddPrompt(msgspec.Struct, tag="add", array_like=True, eq=False):
@@ -167,6 +168,8 @@ class StepOutputs(msgspec.Struct, tag="outputs", array_like=True):
     prompt_logprobs: list[PromptLogprobs]
     step: EngineStep | None
     embeddings: dict[int, bytes] = {}  # float32, by key; for pooling requests, with their end
+    prompt_frames: list[bytes] = []  # for the recording: of sequences that the scheduler took since the last message
+    step_frame: bytes = b""  # for the recording; empty if no step was committed
 
 
 FromEngine = EngineReady | EngineFailed | RequestRejected | StepOutputs

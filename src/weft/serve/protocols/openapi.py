@@ -80,6 +80,12 @@ _PAGE = [
     _query("order", "desc: the last item first", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
     _query("after", "the id of the item before the page", {"type": "string"}),
 ]
+_FRAMES = [
+    _query(
+        "since", "only frames after this number: x-weft-next of the answer before", {"type": "integer", "minimum": 0}
+    ),
+    _query("seconds", "only frames of the last seconds", {"type": "number", "minimum": 0}),
+]
 
 
 def openapi_document(with_keys: bool, root_path: str = "") -> Json:
@@ -139,6 +145,13 @@ def openapi_document(with_keys: bool, root_path: str = "") -> Json:
             "/ready": {"get": _operation("Whether new work is taken")},
             "/version": {"get": _operation("The version of weft")},
             "/metrics": {"get": _operation("Prometheus metrics", content="text/plain")},
+            "/observe/frames": {
+                "get": _operation(
+                    "What ran in the last minutes, as MessagePack frames",
+                    parameters=_FRAMES,
+                    content="application/octet-stream",
+                )
+            },
             "/load": {"get": _operation("How busy the server is")},
             "/server_info": {"get": _operation("What runs here, with which options")},
             "/reset_prefix_cache": {"post": _operation("Forgets the cached prefixes of the key that asks")},

@@ -6,6 +6,8 @@ import { decode } from "./msgpack.js";
 const POLL_MS = 250;
 const RETRY_MS = 1000; // after a failure
 const ABSENT_MS = 10_000; // where the server records nothing
+const FIRST_S = 310; // how much of the past is read at first: what the charts show
+const FULL_BYTES = 2 << 20; // an answer of that size may have been cut: the rest is asked for at once
 
 // The frames of a body: each is four bytes of length, little-endian, and MessagePack.
 export function unpack(buffer) {
@@ -42,11 +44,12 @@ export class Feed {
     this._polling = true;
     let delay = POLL_MS;
     try {
-      await this._read();
+      if (await this._read()) delay = 0;
       this._onState("live");
     } catch (error) {
       delay = RETRY_MS;
       if (!(error instanceof ApiError)) {
+        this._begin(); // perhaps another process answers next
         this._onState("lost");
         if (!(error instanceof TypeError)) console.error(error);
       } else if (error.status === 401) {
@@ -64,17 +67,22 @@ export class Feed {
     if (delay !== null && document.visibilityState === "visible") this._timer = setTimeout(() => this.wake(), delay);
   }
 
+  // Returns whether there may be more frames already.
   async _read() {
-    const response = await ask(`observe/frames${this._since === null ? "" : `?since=${this._since}`}`);
+    const response = await ask(`observe/frames?${this._since === null ? `seconds=${FIRST_S}` : `since=${this._since}`}`);
     const next = Number(response.headers.get("x-weft-next"));
-    const frames = unpack(await response.arrayBuffer());
-    if (this._since !== null && (next < this._since || this._model.isOther(frames))) {
-      // another server process: its numbers begin anew
-      this._since = null;
-      this._model.clear();
-      return;
+    const body = await response.arrayBuffer();
+    if (this._since !== null && next < this._since) {
+      this._begin(); // another server process: its numbers begin anew
+      return true;
     }
     this._since = next;
-    this._model.add(frames, performance.now() / 1000);
+    this._model.add(unpack(body), performance.now() / 1000);
+    return body.byteLength > FULL_BYTES;
+  }
+
+  _begin() {
+    this._since = null;
+    this._model.clear();
   }
 }

@@ -27,12 +27,6 @@ export class Model {
     this.version = 0; // grows when frames come
   }
 
-  // Whether frames name an engine process that this model does not know, while it knows an older one.
-  isOther(frames) {
-    return frames.some((frame) => frame[0] === 1 && this.engines.get(frame[1])?.info !== undefined
-      && this.engines.get(frame[1]).info.time !== frame[2]);
-  }
-
   add(frames, receivedAt) {
     for (const frame of frames) {
       switch (frame[0]) {

@@ -1,0 +1,71 @@
+"""DeliveryTimes: when the client of a request was sent its tokens, for the recording."""
+
+from weft.observe.frames import LateChunk, RequestFrame, encode_frame
+from weft.observe.recording_buffer import RecordingBuffer
+from weft.serve.engines.messages import PrefillDone, SequenceEnd, clock
+from weft.serve.requests.parsed_request import ParsedRequest
+
+MOST_LATE_CHUNKS = 256  # of a sequence
+
+
+class DeliveryTimes:
+    """Times of one request, in seconds. `note_sent` runs for every chunk of a stream."""
+
+    def __init__(self, parsed: ParsedRequest, submitted: float) -> None:
+        self._parsed, self._submitted = parsed, submitted
+        choices = len(parsed.choices)
+        self._first: list[float | None] = [None] * choices
+        self._last = [0.0] * choices
+        self.tokens = [0] * choices
+        self._late: list[list[LateChunk]] = [[] for _ in range(choices)]
+        self._target = parsed.promise.gap
+
+    def note_sent(self, index: int, received: float, began: float) -> None:
+        """A chunk was written. `received`: when its last token arrived; `began`: when writing it began."""
+        now, last = clock(), self._last[index]
+        self._last[index] = now
+        if not last:
+            self._first[index] = now
+        elif now - last > self._target and len(self._late[index]) < MOST_LATE_CHUNKS:
+            self._late[index].append(LateChunk(self.tokens[index] - 1, received, now, now - began))
+
+    def note_answer(self) -> None:
+        """The whole answer was written at once."""
+        self._first = [clock()] * len(self._first)
+
+    def record(
+        self,
+        recording: RecordingBuffer,
+        engine: str,
+        keys: list[int],
+        prefills: dict[int, PrefillDone],
+        ends: dict[int, SequenceEnd],
+        reason: str,
+    ) -> None:
+        """Adds a frame for each sequence. `reason` counts for sequences that the engine has not ended."""
+        parsed, now = self._parsed, clock()
+        for index, key in enumerate(keys):
+            prefill, end = prefills.get(index), ends.get(index)
+            prompt = parsed.prompts[index * len(parsed.prompts) // len(parsed.choices)]
+            frame = RequestFrame(
+                engine=engine,
+                key=key,
+                request_id=prompt.request_id,
+                tenant=prompt.options.tenant,
+                choice_index=index,
+                arrival=parsed.arrival,
+                parsed=self._submitted,
+                started=None if prefill is None else prefill.started,
+                first_token=None if prefill is None else prefill.first_token,
+                first_sent=self._first[index],
+                finished=now,
+                reason=parsed.choices[index].finish_reason or (reason if end is None else end.reason),
+                prompt_tokens=len(prompt.tokens) // 4,
+                output_tokens=self.tokens[index],
+                cached_tokens=0 if prefill is None else prefill.cached_tokens,
+                preemptions=0 if end is None else end.preemptions,
+                predicted_ttft=next((found.predicted_ttft for found in (prefill, end) if found is not None), None),
+                stream=parsed.stream,
+                late_chunks=self._late[index],
+            )
+            recording.add(encode_frame(frame), "request", now, prompt.options.tenant)

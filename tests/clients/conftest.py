@@ -1,3 +1,0 @@
-from tests.serve.conftest import server
-
-__all__ = ["server"]
