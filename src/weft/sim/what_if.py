@@ -30,6 +30,7 @@ MOST_CHAT_TOKENS = 4000  # that a chat writes
 CHAT_PROMPT = 64  # prompt tokens of each chat
 MOST_SHOWN_STEPS = 600  # of the chosen policy
 STEPS_BEFORE = 6  # shown steps before the long prompt's first
+DESCRIBED_CHATS = 16  # in the decode step that a profile is described by
 SHOWN_CHATS = 15  # whose progress the steps name
 COMPARED = ("chunked", "monolithic")
 
@@ -206,14 +207,19 @@ def _check(question: Question, profile: Profile) -> None:
 def _situation(question: Question, profile: Profile) -> Trace:
     """The chats, which have begun to write, and then the long prompt. The chats write until it is answered."""
     chats, costs = question.concurrency, profile.coefficients
-    decode = costs.predict(StepShape(tokens=chats + 1, decodes=chats + 1, context=(chats + 1) * 2 * CHAT_PROMPT))
-    decode += profile.host.step
+    decode = _decode_seconds(chats + 1, profile)
     reading = costs.prefill_seconds(0, question.prompt_tokens)
     begun = 4 * costs.prefill_seconds(0, max(1, chats * CHAT_PROMPT)) + 24 * decode  # the chats write by then
     room = min(MOST_CHAT_TOKENS, profile.max_model_len - CHAT_PROMPT, _room_of_a_chat(question, profile))
     written = max(1, min(room, int((begun + 4 * reading) / decode) + 2 * question.output_tokens))
     arrivals = [Arrival(0.0, CHAT_PROMPT, written) for _ in range(chats)]
     return Trace("what if", (*arrivals, Arrival(begun, question.prompt_tokens, question.output_tokens)))
+
+
+def _decode_seconds(chats: int, profile: Profile) -> float:
+    """Seconds of a step of so many chats."""
+    shape = StepShape(tokens=chats, decodes=chats, context=chats * 2 * CHAT_PROMPT)
+    return profile.coefficients.predict(shape) + profile.host.step
 
 
 def _room_of_a_chat(question: Question, profile: Profile) -> int:
@@ -254,6 +260,7 @@ def describe(profiles: "dict[str, Profile]") -> dict[str, Any]:
                 "max_num_seqs": profile.max_num_seqs,
                 "max_num_batched_tokens": profile.max_num_batched_tokens,
                 "smallest_step_ms": profile.coefficients.smallest_step * 1000,
+                "decode_step_ms": _decode_seconds(DESCRIBED_CHATS, profile) * 1000,
             }
             for name, profile in profiles.items()
         ],

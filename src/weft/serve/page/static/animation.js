@@ -5,6 +5,11 @@ import { byId, colour, count, milliseconds, prepare } from "./dom.js";
 const HUES = [172, 205, 262, 320, 96, 140, 232, 290, 60, 350, 188, 120, 250, 305, 78];
 const LINGER_MS = 1200; // between the last step and the first, when it begins again
 
+// How many chats get a token in a step. The long prompt has the last number.
+function chatsIn(step, question) {
+  return step.num_decodes - (step.decodes.includes(question.concurrency) ? 1 : 0);
+}
+
 export class Animation {
   constructor() {
     this._answer = null;
@@ -39,6 +44,7 @@ export class Animation {
       }
     }
     this._states.push(state);
+    this._lastOfChats = answer.steps.findLastIndex((step) => chatsIn(step, question) > 0); // the chats have ended behind it
     for (const id of ["a-play", "a-next", "a-back", "a-seek"]) byId(id).disabled = answer.steps.length === 0;
     byId("a-seek").max = String(Math.max(0, answer.steps.length - 1));
     this._show(0);
@@ -82,7 +88,8 @@ export class Animation {
     const slice = step.slices.find(([number]) => number === long.number);
     const others = step.slices.filter(([number]) => number !== long.number);
     const words = [`Step ${this._at + 1} of ${this._answer.steps.length}, ${milliseconds(step.ms)}.`];
-    const chats = step.num_decodes - (step.decodes.includes(long.number) ? 1 : 0);
+    const chats = chatsIn(step, this._question);
+    const areThere = this._question.concurrency > 0 && this._at <= this._lastOfChats;
     if (slice) {
       const end = slice[1] + slice[2];
       words.push(end >= this._question.prompt_tokens
@@ -96,8 +103,9 @@ export class Animation {
     }
     if (others.length) words.push(`It reads ${others.length} short prompts.`);
     if (chats) words.push(`${count(chats)} chats get one token each.`);
-    else if (this._question.concurrency) words.push("No chat gets a token: all of them stand still.");
-    if (step.ms > this._question.gap_target_ms * 1.01 && this._question.concurrency) {
+    else if (areThere) words.push("No chat gets a token: all of them stand still.");
+    else if (this._question.concurrency) words.push("The chats have ended.");
+    if (step.ms > this._question.gap_target_ms * 1.01 && areThere) {
       words.push(`The step is longer than the gap target of ${milliseconds(this._question.gap_target_ms)}: the chats stutter.`);
     }
     return words.join(" ");

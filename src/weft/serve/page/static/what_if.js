@@ -8,6 +8,8 @@ const TRIES = 4; // where the question of another page came later
 
 const PATH = "page/what_if";
 const LEAST_PROMPT = 64;
+const GAP_RANGE = 60; // the largest gap target over the smallest
+const USUAL_GAP = 2.5; // gap target at the beginning, in decode steps
 
 export class WhatIf {
   // `show(answer, question)` gets each answer, for the animation.
@@ -19,7 +21,8 @@ export class WhatIf {
     this._asked = 0;
     const form = byId("what-if-form");
     form.addEventListener("submit", (event) => event.preventDefault());
-    form.addEventListener("input", () => {
+    form.addEventListener("input", (event) => {
+      if (event.target === byId("w-profile")) this._chooseGap();
       this._label();
       clearTimeout(this._timer);
       this._timer = setTimeout(() => this.ask(), QUIET_MS);
@@ -43,6 +46,7 @@ export class WhatIf {
         option.value = profile.name;
         return option;
       }));
+      this._chooseGap();
       this._label();
       await this.ask();
     } catch (error) {
@@ -55,10 +59,9 @@ export class WhatIf {
     const output = Number(byId("w-output").value);
     const most = Math.max(LEAST_PROMPT, (profile?.max_model_len ?? 4096) - output - 1);
     const share = Number(byId("w-prompt").value) / 100;
-    const smallest = profile?.smallest_step_ms ?? 1;
     // Both are logarithmic: small values are as easy to choose as large ones.
     const prompt = Math.round(LEAST_PROMPT * (most / LEAST_PROMPT) ** share);
-    const gap = smallest * 1.05 * 40 ** (Number(byId("w-gap").value) / 100);
+    const gap = this._leastGap(profile) * GAP_RANGE ** (Number(byId("w-gap").value) / 100);
     return {
       prompt_tokens: Math.min(prompt, most),
       output_tokens: output,
@@ -68,6 +71,17 @@ export class WhatIf {
       gap_target_ms: Math.ceil(gap * 100) / 100,
       profile: byId("w-profile").value,
     };
+  }
+
+  _leastGap(profile) {
+    return 1.05 * (profile?.smallest_step_ms ?? 1);
+  }
+
+  // Puts the gap target where it suits the device.
+  _chooseGap() {
+    const profile = this._profiles.get(byId("w-profile").value);
+    const wish = (USUAL_GAP * profile.decode_step_ms) / this._leastGap(profile);
+    byId("w-gap").value = String(Math.round((100 * Math.log(wish)) / Math.log(GAP_RANGE)));
   }
 
   _label() {
