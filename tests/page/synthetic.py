@@ -85,7 +85,9 @@ class SyntheticServer:
 
 
 def engine_frame(time: float = 0.0, model: str = "synthetic") -> EngineFrame:
-    return EngineFrame("0", time, 0.0, "0", model, "none", "slo", GAP, True, 1.0, 0.25, False, 2000, 9000, 16, True, 2048)
+    return EngineFrame(
+        "0", time, 0.0, "0", model, "none", "slo", GAP, True, 1.0, 0.25, False, 2000, 9000, 16, True, 2048
+    )
 
 
 def prompt_frame(key: int, arrival: float, prompt_tokens: int = 32, max_tokens: int = 100) -> PromptFrame:

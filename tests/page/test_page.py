@@ -139,8 +139,10 @@ def test_a_slider_changes_the_prediction_and_the_animation_steps(browser: Browse
     for _ in range(10):
         browser.click("#a-next")
     assert "tokens of the long prompt" in " ".join(
-        browser.run("(async () => { const found = []; for (let at = 0; at < 12; at++) { document.querySelector("
-        "'#a-back').click(); found.push(document.querySelector('#a-caption').textContent); } return found; })()")
+        browser.run(
+            "(async () => { const found = []; for (let at = 0; at < 12; at++) { document.querySelector("
+            "'#a-back').click(); found.push(document.querySelector('#a-caption').textContent); } return found; })()"
+        )
     )
 
 
@@ -171,7 +173,9 @@ def test_the_simulation_is_a_process_of_its_own_and_ends_with_the_server(keyed_s
     assert keyed_server.get("/page/what_if", headers=headers)["profiles"]
     children = [
         int(line)
-        for line in Path(f"/proc/{keyed_server.process.pid}/task/{keyed_server.process.pid}/children").read_text().split()
+        for line in Path(f"/proc/{keyed_server.process.pid}/task/{keyed_server.process.pid}/children")
+        .read_text()
+        .split()
     ]
     mine = [pid for pid in children if b"weft.sim.what_if" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(mine) == 1

@@ -45,7 +45,7 @@ def build_app(state: ServerState) -> ASGIApp:
         tidying.cancel()
         watching.cancel()
         if page is not None:
-            page.close()
+            await page.close()
         await state.engines.close()
         state.recording.close()
         state.parser.texts.close()

@@ -35,8 +35,8 @@ class PageEndpoints:
             ("/page/{name}", "GET", self.file),
         ]
 
-    def close(self) -> None:
-        self._what_if.close()
+    async def close(self) -> None:
+        await self._what_if.close()
 
     async def file(self, scope: Scope, receive: Receive, send: Send) -> None:
         file = self._files.find(scope["path_params"].get("name", INDEX))

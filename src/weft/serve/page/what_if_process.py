@@ -42,19 +42,19 @@ class WhatIfProcess:
             try:
                 return await asyncio.wait_for(self._exchange(question), self._answer_s)
             except TimeoutError:
-                self._kill()
+                await self._end()
                 raise WhatIfFailed(f"the simulation took more than {self._answer_s:g} s; ask for less") from None
             except (OSError, ValueError) as error:  # ValueError: the answer is too long
-                self._kill()
+                await self._end()
                 raise WhatIfFailed(f"the simulation failed: {error}") from None
             except BaseException:  # its answer would be taken for that of the next question
-                self._kill()
+                await self._end()
                 raise
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends the process. No question may be asked afterwards."""
         self._closed = True
-        self._kill()
+        await self._end()
 
     @property
     def pid(self) -> int | None:
@@ -78,7 +78,9 @@ class WhatIfProcess:
             raise WhatIfFailed("the process of the simulation ended; the server's log may say why")
         return answer[:-1]
 
-    def _kill(self) -> None:
+    async def _end(self) -> None:
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
