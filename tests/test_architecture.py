@@ -13,7 +13,7 @@ ROOT = Path(weft.__file__).parent
 ALLOWED = {
     "core": set(),
     "text": set(),
-    "sim": {"core", "engine"},
+    "sim": {"core", "engine", "observe"},
     "kv": set(),
     "kernels": {"kv"},
     "models": {"kernels"},
@@ -24,7 +24,7 @@ ALLOWED = {
     "observe": {"core"},
     "serve": {"core", "llm", "engine", "observe", "text"},
     "bench": {"core", "engine", "models", "sim", "text"},
-    "cli": {"core", "llm", "serve", "engine", "sim", "bench", "progress"},
+    "cli": {"core", "llm", "serve", "engine", "sim", "bench", "observe", "progress"},
 }
 
 

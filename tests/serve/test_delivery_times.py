@@ -60,6 +60,7 @@ def test_a_chunk_is_late_after_the_one_before_and_says_how_long_the_socket_took(
         for chunk in first.late_chunks
     ]
     assert late == [(1, 0.0, 0.0), (2, 0.3, 0.3), (3, 0.1, 0.0)]  # late engine, slow reader, busy API process
+    assert [round(one.sent - (one.previous_sent or 0), 3) for one in first.late_chunks] == [0.2, 0.31, 0.11]
     assert not second.late_chunks  # its only chunk
     assert (first.key, second.key, first.tenant, first.parsed) == (7, 8, "t", 99.5)
     assert (first.output_tokens, second.output_tokens, first.prompt_tokens) == (4, 1, 10)

@@ -33,7 +33,7 @@ PATHS = (
     "/v1/models",
     "/health",
 )
-PATHS += ("/metrics", "/ready", "/version", "/load", "/server_info", "/reset_prefix_cache")
+PATHS += ("/metrics", "/ready", "/version", "/load", "/server_info", "/reset_prefix_cache", "/observe/frames")
 COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n", "best_of")
 
 

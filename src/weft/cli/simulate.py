@@ -4,6 +4,8 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ from weft.errors import OptionError
 
 if TYPE_CHECKING:
     from weft.sim.compare import Report
+    from weft.sim.record import Write
     from weft.sim.traces import Trace
 
 EPILOG = """\
@@ -76,6 +79,12 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
     add("--seed", type=int, default=0, metavar="N", help="of the noise and the workload (default: 0)")
     add("--json", type=Path, metavar="FILE", help="also write a list with one object a policy")
+    add(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="also write a recording, as weft serve --record does, for weft timeline; one policy only",
+    )
     add("--no-progress", dest="progress", action="store_false", help="no progress bar")
     parser.set_defaults(run=run)
 
@@ -86,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     from weft.sim.compare import make_policy, report, run_policy
     from weft.sim.fidelity import known_error
     from weft.sim.profiles import load_profile
+    from weft.sim.record import write_recording
     from weft.sim.simulator import Truth
 
     _check(arguments)
@@ -109,7 +119,12 @@ def run(arguments: argparse.Namespace) -> int:
     reports = []
     for name in names:
         with work_progress(name, len(trace.arrivals), arguments.progress) as advance:
-            reports.append(report(name, run_policy(name, trace, profile, targets, truth, advance), targets))
+            with _recording(arguments.record) as write:
+                if write is None:
+                    played = run_policy(name, trace, profile, targets, truth, advance)
+                else:
+                    played = write_recording(write, name, trace, profile, targets, truth, advance)
+            reports.append(report(name, played, targets))
     _show(reports, trace, arguments)
     for name in names:
         print(known_error(profile, name))
@@ -129,6 +144,24 @@ def _check(arguments: argparse.Namespace) -> None:
             raise OptionError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 0")
     if not -1 < arguments.bias < math.inf:
         raise OptionError(f"--bias {arguments.bias} must be above -1")
+    if arguments.record is not None and "," in (arguments.compare or ""):
+        raise OptionError(f"--record holds one run, but --compare {arguments.compare} names several: name one policy")
+
+
+@contextmanager
+def _recording(path: Path | None) -> "Iterator[Write | None]":
+    """Yields a function that writes an encoded frame to the file; None if no file is given."""
+    if path is None:
+        yield None
+        return
+    from weft.observe.frames import HEADER, packed
+
+    try:
+        with path.open("wb") as file:
+            file.write(HEADER)
+            yield lambda frame: file.write(packed([frame]))
+    except OSError as error:
+        raise OptionError(f"--record {path}: {error.strerror}; name a file that can be written") from None
 
 
 def _trace(arguments: argparse.Namespace, max_model_len: int) -> "tuple[Trace, int]":

@@ -112,6 +112,7 @@ class LateChunk(msgspec.Struct, array_like=True):
     received: float  # when the API process had the token
     sent: float  # when the chunk was written to the socket
     waited: float  # seconds that the socket took: the client reads slowly
+    previous_sent: float | None = None  # when the chunk before was written to the socket; None: not known
 
 
 class RequestFrame(msgspec.Struct, tag=4, array_like=True):

@@ -1,11 +1,20 @@
 """Recording: the frames of a recording, by engine process, for an analysis."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from weft.observe.frames import EngineFrame, Frame, LagFrame, PromptFrame, RequestFrame, StepFrame, read_frames
+from weft.observe.frames import (
+    EngineFrame,
+    Frame,
+    LagFrame,
+    PromptFrame,
+    RecordingError,
+    RequestFrame,
+    StepFrame,
+    read_frames,
+)
 
 
 @dataclass
@@ -34,6 +43,8 @@ class Recording:
                 found.lags.append(frame)
                 continue
             run = current.get(frame.engine)
+            if isinstance(frame, EngineFrame) and run is not None and run.info == frame:
+                continue  # a rotated file, or another part of a live recording, begins with the frame again
             if run is None or isinstance(frame, EngineFrame):
                 run = current[frame.engine] = EngineRun()
                 found.runs.append(run)
@@ -51,11 +62,18 @@ class Recording:
     @classmethod
     def read(cls, path: Path, progress: Callable[[int], None] = lambda done: None) -> Self:
         """Reads a file. `progress` is told the bytes that were read so far."""
+        return cls.of(frames_of_file(path, progress))
+
+
+def frames_of_file(path: Path, progress: Callable[[int], None] = lambda done: None) -> Iterator[Frame]:
+    """Yields the frames of a file, without holding more than one. `progress` is told the bytes of all frames so far.
+
+    If the last frame is cut off, it is left out, and `progress` is never told the size of the file.
+    """
+    try:
         with path.open("rb") as file:
-
-            def frames() -> Iterable[Frame]:
-                for frame in read_frames(file, str(path)):
-                    progress(file.tell())
-                    yield frame
-
-            return cls.of(frames())
+            for frame in read_frames(file, str(path)):
+                progress(file.tell())
+                yield frame
+    except OSError as error:
+        raise RecordingError(f"cannot read the recording {path}: {error.strerror}") from None

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from weft.core import CostModel, Policy, Scheduler, Targets, chunked, monolithic, slo, slo_order
 from weft.errors import OptionError
 from weft.sim.profiles import Profile
-from weft.sim.simulator import Played, Truth, play
+from weft.sim.simulator import MakeTable, Played, Truth, play
 from weft.sim.traces import Trace
 
 POLICIES = "monolithic, chunked:N, slo, slo-order:N"
@@ -60,6 +60,7 @@ def run_policy(
     truth: Truth,
     progress: Callable[[int], None] = lambda arrived: None,
     cost: CostModel | None = None,
+    make_table: MakeTable | None = None,
 ) -> Played:
     """Plays a trace under a policy. `cost` is the policy's initial cost model (see `make_policy`)."""
     scheduler = Scheduler(
@@ -69,7 +70,7 @@ def run_policy(
         block_size=profile.block_size,
         max_num_seqs=profile.max_num_seqs,
     )
-    return play(trace, scheduler, truth, targets, progress, profile.host)
+    return play(trace, scheduler, truth, targets, progress, profile.host, make_table)
 
 
 def kept_promises(played: Played, targets: Targets) -> NDArray[np.bool_]:

@@ -88,15 +88,17 @@ def play(
     targets: Targets,
     progress: Callable[[int], None] = lambda arrived: None,
     host: HostCost | None = None,
+    make_table: "MakeTable | None" = None,
 ) -> Played:
     """Runs a trace to its end. One step is in flight while the next is planned, as when serving.
 
-    `host` is the host time of steps, in addition to the device's (default: none).
+    `host` is the host time of steps, in addition to the device's (default: none). `make_table` makes the table of the
+    requests (default: a TraceTable).
     """
     host = host or HostCost()
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, truth.clock(), host)
-    table = TraceTable(trace, scheduler, targets, clock, host)
+    table = (make_table or TraceTable)(trace, scheduler, targets, clock, host)
     loop = StepLoop(scheduler, executor, table, clock=clock, on_record=table.note_record)
     while True:
         table.add_arrivals()
@@ -141,13 +143,17 @@ class TraceTable:
     def add_arrivals(self) -> None:
         """Queues the requests that the engine has received by now."""
         arrivals = self.trace.arrivals
-        while self.arrived < len(arrivals) and self.next_known_at <= self.clock.now:
+        while self.arrived < len(arrivals) and (known := self.next_known_at) <= self.clock.now:
             request = _request(self.arrived, arrivals[self.arrived], self.targets, self.scheduler.block_size)
             self.index_of[request] = self.arrived
             self.requests.append(request)
             self.scheduler.add(request)
             self.arrived += 1
             self.clock.now += self.host.arrival
+            self.note_added(request, known)
+
+    def note_added(self, request: Request, known: float) -> None:
+        """The scheduler was given a request, which could be received from `known` on. For subclasses."""
 
     @property
     def next_known_at(self) -> float:
@@ -216,14 +222,17 @@ class TraceTable:
         ended: NDArray[np.int64] = owners[self.remaining[owners] == 1] if self.stops else owners
         return ended
 
-    def _note_tokens(self, batch: StepBatch) -> None:
-        """Records token times. Tokens reach their clients one by one, after the tokens of the previous step."""
+    def _note_tokens(self, batch: StepBatch) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Records token times. Tokens reach their clients one by one, after the tokens of the previous step.
+
+        Returns the numbers of the requests that got a token, and when.
+        """
         owners = self.request_of_slot[batch.slots[batch.is_sampled]]
         if self.stops:  # drop tokens of requests that finished while this step was in flight
             owners = owners[self.remaining[owners] > 0]
             self.remaining[owners] -= 1
         begun = max(self.clock.now, self.api_free)
-        times = begun + self.host.token * np.arange(1, len(owners) + 1)
+        times = begun + self.host.token * np.arange(1, len(owners) + 1, dtype=np.float64)
         self.api_free = begun + self.host.delivery_seconds(len(owners))
         self.deliveries.append((begun, self.api_free))
         is_first = np.isinf(self.ttft[owners])
@@ -234,6 +243,7 @@ class TraceTable:
         self.gap_owners.append(later)
         self.gaps.append(later_times - self.last_token[later])
         self.last_token[owners] = times
+        return owners, times
 
     def result(self) -> Played:
         arrivals = self.trace.arrivals
@@ -254,6 +264,9 @@ class TraceTable:
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
         )
+
+
+MakeTable = Callable[[Trace, Scheduler, Targets, VirtualClock, HostCost], TraceTable]
 
 
 def _request(number: int, arrival: Arrival, targets: Targets, block_size: int) -> Request:

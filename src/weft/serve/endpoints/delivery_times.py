@@ -27,7 +27,7 @@ class DeliveryTimes:
         if not last:
             self._first[index] = now
         elif now - last > self._target and len(self._late[index]) < MOST_LATE_CHUNKS:
-            self._late[index].append(LateChunk(self.tokens[index] - 1, received, now, now - began))
+            self._late[index].append(LateChunk(self.tokens[index] - 1, received, now, now - began, last))
 
     def note_answer(self) -> None:
         """The whole answer was written at once."""

@@ -120,6 +120,7 @@ def engine_info_of(engine: Engine, options: dict[str, Any]) -> EngineInfo:
         calibration_quality="" if calibrated_targets is None else calibrated_targets.calibration.quality,
         profile=profile,
         hidden_size=engine.hidden_size,
+        max_num_batched_tokens=options["max_num_batched_tokens"],
         block_space=engine.block_space.hex(),
     )
 

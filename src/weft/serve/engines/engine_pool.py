@@ -72,7 +72,6 @@ class EnginePool:
         self.changed = asyncio.Event()  # set when an engine becomes ready, or has failed
         self._metrics, self._say = metrics, say
         self._recording = recording or RecordingBuffer()
-        self._most_step_tokens: int = config.options["max_num_batched_tokens"]
         self._first: tuple[str, EngineInfo] | None = None  # the first engine that was ready; all others must be like it
         several = len(metrics.engines) > 1
         self._router = router or (LeastLoadedRouter() if several else SingleEngineRouter())
@@ -208,7 +207,7 @@ class EnginePool:
             num_blocks=info.num_blocks,
             block_size=info.block_size,
             enable_prefix_caching=info.enable_prefix_caching,
-            max_num_batched_tokens=self._most_step_tokens,
+            max_num_batched_tokens=info.max_num_batched_tokens,
             profile=info.profile,
         )
         self._recording.add_engine(name, encode_frame(frame), now)

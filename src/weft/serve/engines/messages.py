@@ -84,6 +84,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     # The calibration that the engine started with, in the format of `weft simulate --profile`; None: not calibrated.
     profile: dict[str, Any] | None = None
     hidden_size: int = 0  # dimensions of an embedding
+    max_num_batched_tokens: int = 0  # most tokens of a step
     block_space: str = ""  # equal for engines with equal weights and layouts; see engine/fingerprint.py
 
     @property
