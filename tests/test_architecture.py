@@ -24,7 +24,8 @@ ALLOWED = {
     "observe": {"core"},
     "serve": {"core", "llm", "engine", "observe", "text"},
     "bench": {"core", "engine", "models", "sim", "text"},
-    "cli": {"core", "llm", "serve", "engine", "sim", "bench", "observe", "progress"},
+    "diagnose": {"core", "engine", "observe", "sim"},
+    "cli": {"core", "llm", "serve", "engine", "sim", "bench", "observe", "diagnose", "progress"},
 }
 
 

@@ -4,11 +4,11 @@ import sys
 from collections.abc import Sequence
 
 from weft import __version__
-from weft.cli import bench, calibrate, chat, generate, serve, simulate, sweep, timeline
+from weft.cli import bench, calibrate, chat, diagnose, generate, serve, simulate, sweep, timeline
 from weft.cli.parser import Parser
 from weft.errors import WeftError
 
-COMMANDS = (serve, chat, generate, calibrate, simulate, sweep, timeline, bench)
+COMMANDS = (serve, chat, generate, calibrate, simulate, sweep, diagnose, timeline, bench)
 
 
 def with_dashes(arguments: Sequence[str]) -> list[str]:
