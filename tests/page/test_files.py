@@ -10,12 +10,17 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.page.synthetic import engine_frame
 from tests.serve.running import eventually, is_alive
+from weft.observe.frames import encode_frame
 from weft.observe.metrics import ServerMetrics
+from weft.observe.recording_buffer import RecordingBuffer
 from weft.serve.app import build_app
+from weft.serve.engines.messages import clock
 from weft.serve.http.body_reader import BodyReader
 from weft.serve.log_limits import LogRateLimit
 from weft.serve.options import ServeOptions
+from weft.serve.page.diagnosis import Diagnosis, DiagnosisFailed
 from weft.serve.page.page_files import FOLDER, PageFiles
 from weft.serve.page.what_if_process import Superseded, WhatIfFailed, WhatIfProcess
 
@@ -76,7 +81,7 @@ def test_the_page_names_no_other_server_and_has_no_inline_script_or_style() -> N
 
 @pytest.mark.parametrize("options", WITHOUT)
 def test_without_the_page_there_is_nothing(options: ServeOptions) -> None:
-    for path in ("/", "/page/main.js", "/page/what_if"):
+    for path in ("/", "/page/main.js", "/page/what_if", "/page/diagnosis"):
         assert ask(path, options).status_code == (401 if options.api_key else 404)
 
 
@@ -89,7 +94,7 @@ def test_there_are_no_other_files(path: str) -> None:
 
 
 def test_data_needs_a_key() -> None:
-    for path in ("/page/what_if", "/observe/frames", "/server_info"):
+    for path in ("/page/what_if", "/page/diagnosis", "/observe/frames", "/server_info"):
         assert ask(path, KEYED).status_code == 401
     assert ask("/page/what_if", KEYED, "POST").status_code == 401
 
@@ -162,3 +167,32 @@ def test_a_question_that_is_given_up_does_not_answer_the_next() -> None:
             await asked.ask(b"3")
 
     asyncio.run(play())
+
+
+def recorded() -> RecordingBuffer:
+    buffer = RecordingBuffer()
+    buffer.add_engine("0", encode_frame(engine_frame()), clock())
+    return buffer
+
+
+def test_a_diagnosis_of_nothing_is_empty() -> None:
+    assert asyncio.run(Diagnosis(recorded()).make("")) == b"{}"
+
+
+def test_a_diagnosis_has_a_time_limit_and_runs_alone(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    async def play() -> None:
+        diagnosis = Diagnosis(recorded(), answer_s=1.0)
+        code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
+        diagnosis.command = (sys.executable, "-c", code)
+        first = asyncio.create_task(diagnosis.make(""))
+        await asyncio.sleep(0)
+        with pytest.raises(DiagnosisFailed, match="another diagnosis"):
+            await diagnosis.make("")
+        with pytest.raises(DiagnosisFailed, match="more than 1 s"):
+            await first
+
+    asyncio.run(play())
+    if pid.exists():  # else it was ended before it began
+        eventually(lambda: not is_alive(int(pid.read_text())), 20)

@@ -146,6 +146,18 @@ def test_a_slider_changes_the_prediction_and_the_animation_steps(browser: Browse
     )
 
 
+def test_the_diagnosis_is_shown_in_words(browser: Browser, keyed_server: RunningServer) -> None:
+    open_page(browser, keyed_server)
+    complete(keyed_server, BETA, [25] * 20, 5)
+    browser.click("#diagnose")
+    browser.until("/Healthy|findings/.test(document.querySelector('#d-status').textContent)")
+    found = keyed_server.get("/page/diagnosis", headers={"authorization": f"Bearer {ALPHA}"})
+    assert found["facts"], "requests were seen"
+    assert len(found["findings"]) == browser.run("document.querySelectorAll('.finding').length")
+    for finding in found["findings"]:
+        assert finding["setting"] in browser.text("#d-findings")
+
+
 @pytest.mark.skipif(find_spec("axe_core_python") is None, reason="needs axe-core-python")
 @pytest.mark.parametrize(("width", "dark"), [(1280, True), (390, False)])
 def test_axe_finds_nothing(browser: Browser, keyed_server: RunningServer, width: int, dark: bool) -> None:
@@ -184,4 +196,5 @@ def test_the_simulation_is_a_process_of_its_own_and_ends_with_the_server(keyed_s
     bad = keyed_server.post("/page/what_if", {"prompt_tokens": 0}, headers=headers)
     assert (bad.status_code, "prompt_tokens" in bad.text) == (400, True), bad.text
     assert keyed_server.post("/page/what_if", {}).status_code == 401
+    assert keyed_server.http.get("/page/diagnosis").status_code == 401
     assert keyed_server.post("/page/what_if", {"x": "y" * 5000}, headers=headers).status_code == 413

@@ -1,4 +1,4 @@
-"""PageEndpoints: the page's files, and answers to its what-if questions."""
+"""PageEndpoints: the page's files, answers to its what-if questions, and its diagnosis."""
 
 import sys
 from collections.abc import Awaitable, Callable
@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft.serve.errors import ApiError
 from weft.serve.http.middleware import send_json
+from weft.serve.page.diagnosis import Diagnosis, DiagnosisFailed
 from weft.serve.page.page_files import INDEX, PageFiles, send_file
 from weft.serve.page.what_if_process import Superseded, WhatIfFailed, WhatIfProcess
 from weft.serve.server_state import ServerState
@@ -25,6 +26,7 @@ class PageEndpoints:
         self._state = state
         self._files = PageFiles()
         self._what_if = WhatIfProcess(WHAT_IF)
+        self._diagnosis = Diagnosis(state.recording)
         self.open_paths = self._files.paths
 
     def routes(self) -> list[tuple[str, str, Handler]]:
@@ -32,11 +34,13 @@ class PageEndpoints:
             ("/", "GET", self.file),
             ("/page/what_if", "GET", self.what_if_profiles),
             ("/page/what_if", "POST", self.what_if),
+            ("/page/diagnosis", "GET", self.diagnosis),
             ("/page/{name}", "GET", self.file),
         ]
 
     async def close(self) -> None:
         await self._what_if.close()
+        await self._diagnosis.close()
 
     async def file(self, scope: Scope, receive: Receive, send: Send) -> None:
         file = self._files.find(scope["path_params"].get("name", INDEX))
@@ -62,6 +66,14 @@ class PageEndpoints:
         except msgspec.MsgspecError as error:
             raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
         await self._ask({"question": question}, send)
+
+    async def diagnosis(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What hurts, from the frames of the last minute. {}: no request ran."""
+        try:
+            answer = await self._diagnosis.make(scope["tenant"])
+        except DiagnosisFailed as error:
+            raise ApiError(503, str(error), code="no_diagnosis", retry_after=5) from None
+        await send_json(send, 200, answer)
 
     async def _ask(self, fields: dict[str, object], send: Send) -> None:
         info = self._state.engines.info

@@ -4,6 +4,7 @@ import { askJson, hasKey, onUnauthorized, setKey } from "./api.js";
 import { Animation } from "./animation.js";
 import { Charts } from "./charts.js";
 import { Chat } from "./chat.js";
+import { Diagnosis } from "./diagnosis.js";
 import { byId, forgetColours } from "./dom.js";
 import { Feed } from "./feed.js";
 import { Model } from "./model.js";
@@ -16,6 +17,7 @@ const MOST_INJECTED = 8000; // tokens of the long prompt that a button sends
 const model = new Model();
 const timeline = new Timeline(model);
 const charts = new Charts(model);
+new Diagnosis();
 const animation = new Animation();
 const whatIf = new WhatIf((answer, question) => animation.show(answer, question));
 const chat = new Chat((sent, maxTokens) =>

@@ -1,5 +1,6 @@
 // The timeline: draws the last seconds of the model. Only rows in sight are drawn, on one canvas.
 
+import { hasKey } from "./api.js";
 import { byId, colour, count, element, milliseconds, prepare } from "./dom.js";
 import { WINDOW_S } from "./model.js";
 
@@ -123,9 +124,10 @@ export class Timeline {
   _drawRow(context, request, top, left, x, from, to) {
     const middle = top + ROW / 2;
     const clamp = (time) => Math.max(left, x(Math.min(Math.max(time, from), to)));
-    context.fillStyle = colour("text");
+    const isForeign = request.ended !== null && !request.id && hasKey(); // of another key: load without a name
+    context.fillStyle = colour(isForeign ? "soft" : "text");
     const size = left > 100 && request.promptTokens ? ` · ${count(request.promptTokens)} tok` : "";
-    context.fillText(`#${request.key}${size}`, 0, middle);
+    context.fillText(`${isForeign ? "other" : `#${request.key}`}${size}`, 0, middle);
     const started = request.slices[0]?.[0] ?? request.firstToken ?? request.ended ?? to;
     if (request.arrival < to && started > from && request.firstToken !== request.arrival) {
       context.fillStyle = colour("queue");
