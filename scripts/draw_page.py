@@ -74,9 +74,10 @@ def main() -> None:
         for stream in start_streams(server):
             stream.join()
         browser.wait(3)
-        for size, dark, name in (((1400, 1000), True, "page-desktop.png"), ((390, 1500), False, "page-phone.png")):
+        for size, dark, name in (((1400, 1000), True, "page-desktop.png"), ((390, 1250), False, "page-phone.png")):
             browser.shape(*size, phone=not dark, dark=dark)
             browser.run("scrollTo(0, 0)")
+            browser.click("#clear")
             streams = start_streams(server)
             chat(browser, "A latte, please.")
             browser.wait(1.5)

@@ -81,8 +81,13 @@ def test_the_page_names_no_other_server_and_has_no_inline_script_or_style() -> N
 
 @pytest.mark.parametrize("options", WITHOUT)
 def test_without_the_page_there_is_nothing(options: ServeOptions) -> None:
-    for path in ("/", "/page/main.js", "/page/what_if", "/page/diagnosis"):
-        assert ask(path, options).status_code == (401 if options.api_key else 404)
+    for path, method in (
+        ("/", "GET"),
+        ("/page/main.js", "GET"),
+        ("/page/what_if", "POST"),
+        ("/page/diagnosis", "POST"),
+    ):
+        assert ask(path, options, method).status_code == (401 if options.api_key else 404)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +99,10 @@ def test_there_are_no_other_files(path: str) -> None:
 
 
 def test_data_needs_a_key() -> None:
-    for path in ("/page/what_if", "/page/diagnosis", "/observe/frames", "/server_info"):
+    for path in ("/observe/frames", "/server_info"):
         assert ask(path, KEYED).status_code == 401
-    assert ask("/page/what_if", KEYED, "POST").status_code == 401
+    for path in ("/page/profiles", "/page/what_if", "/page/diagnosis"):
+        assert ask(path, KEYED, "POST").status_code == 401
 
 
 def test_a_file_that_is_no_part_of_a_page_is_not_served(tmp_path: Path) -> None:

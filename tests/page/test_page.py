@@ -151,7 +151,7 @@ def test_the_diagnosis_is_shown_in_words(browser: Browser, keyed_server: Running
     complete(keyed_server, BETA, [25] * 20, 5)
     browser.click("#diagnose")
     browser.until("/Healthy|findings/.test(document.querySelector('#d-status').textContent)")
-    found = keyed_server.get("/page/diagnosis", headers={"authorization": f"Bearer {ALPHA}"})
+    found = keyed_server.post("/page/diagnosis", None, headers={"authorization": f"Bearer {ALPHA}"}).json()
     assert found["facts"], "requests were seen"
     assert len(found["findings"]) == browser.run("document.querySelectorAll('.finding').length")
     for finding in found["findings"]:
@@ -182,7 +182,7 @@ def test_axe_finds_nothing(browser: Browser, keyed_server: RunningServer, width:
 
 def test_the_simulation_is_a_process_of_its_own_and_ends_with_the_server(keyed_server: RunningServer) -> None:
     headers = {"authorization": f"Bearer {ALPHA}"}
-    assert keyed_server.get("/page/what_if", headers=headers)["profiles"]
+    assert keyed_server.post("/page/profiles", None, headers=headers).json()["profiles"]
     children = [
         int(line)
         for line in Path(f"/proc/{keyed_server.process.pid}/task/{keyed_server.process.pid}/children")
@@ -196,5 +196,8 @@ def test_the_simulation_is_a_process_of_its_own_and_ends_with_the_server(keyed_s
     bad = keyed_server.post("/page/what_if", {"prompt_tokens": 0}, headers=headers)
     assert (bad.status_code, "prompt_tokens" in bad.text) == (400, True), bad.text
     assert keyed_server.post("/page/what_if", {}).status_code == 401
-    assert keyed_server.http.get("/page/diagnosis").status_code == 401
+    assert keyed_server.post("/page/diagnosis", None).status_code == 401
+    foreign = {**headers, "origin": "https://evil.example.org"}
+    for path in ("/page/profiles", "/page/what_if", "/page/diagnosis"):
+        assert keyed_server.post(path, None, headers=foreign).status_code == 403
     assert keyed_server.post("/page/what_if", {"x": "y" * 5000}, headers=headers).status_code == 413

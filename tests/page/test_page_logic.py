@@ -94,6 +94,7 @@ def decodes(first: int, begin: float, count: int, keys: tuple[int, ...], seconds
     return [step_frame(number, at, at + seconds, keys) for number, at in steps]
 
 
+PLAIN = ".map((one) => ({ ...one, keys: [...one.keys], why: model.why(one) }))"
 START: list[Frame] = [engine_frame(), prompt_frame(1, 0.0), step_frame(1, 0.01, 0.02, (), [(1, 0, 32, True)])]
 LATE: dict[str, list[Frame]] = {
     "prefill": [
@@ -118,12 +119,24 @@ LATE: dict[str, list[Frame]] = {
 
 @pytest.mark.parametrize("cause", LATE)
 def test_a_late_token_has_its_cause(browser: Browser, synthetic: SyntheticServer, cause: str) -> None:
-    found = analysed(browser, synthetic, [*START, *LATE[cause]], "model.stalls.filter((one) => one.kind === 'gap')")
-    late = [one for one in found if one["key"] == 1]
+    found = analysed(
+        browser, synthetic, [*START, *LATE[cause]], f"model.stalls.filter((one) => one.kind === 'gap'){PLAIN}"
+    )
+    late = [one for one in found if one["keys"] == [1]]
     assert [one["cause"] for one in late] == [cause]
     if cause == "prefill":
-        assert "2,000 prompt tokens of request 7" in late[0]["words"]
+        assert late[0]["why"] == "the prompt of request 7 (4,000 tokens) was read in the same steps"
         assert late[0]["seconds"] == pytest.approx(0.2)
+
+
+def test_late_tokens_with_one_cause_are_one_entry(browser: Browser, synthetic: SyntheticServer) -> None:
+    two = [prompt_frame(2, 0.0), step_frame(2, 0.02, 0.03, (1,), [(2, 0, 32, True)])]
+    slow = [
+        prompt_frame(7, 0.1, 4000),
+        *(step_frame(9 + at, 0.1 * (at + 1), 0.1 * (at + 2), (1, 2), [(7, 500 * at, 500, at == 7)]) for at in range(8)),
+    ]
+    found = analysed(browser, synthetic, [*START, *two, *decodes(3, 0.03, 7, (1, 2)), *slow], f"model.stalls{PLAIN}")
+    assert [(one["cause"], one["blamed"], one["tokens"], one["keys"]) for one in found] == [("prefill", 7, 16, [1, 2])]
 
 
 def test_tokens_in_time_are_not_late(browser: Browser, synthetic: SyntheticServer) -> None:
@@ -134,15 +147,15 @@ def test_tokens_in_time_are_not_late(browser: Browser, synthetic: SyntheticServe
 def test_a_late_first_token_says_what_it_waited_for(browser: Browser, synthetic: SyntheticServer) -> None:
     waiting = [step_frame(2 + n, 0.02 + n * 0.04, 0.06 + n * 0.04, (1,), waits_for="blocks") for n in range(40)]
     frames = [*START, prompt_frame(2, 0.03), *waiting, step_frame(50, 1.7, 1.71, (1,), [(2, 0, 32, True)])]
-    found = analysed(browser, synthetic, frames, "model.stalls.filter((one) => one.kind === 'first token')")
-    assert [(one["key"], one["cause"], one["words"]) for one in found] == [
-        (2, "queue", "it waited for room in the KV cache")
+    found = analysed(browser, synthetic, frames, f"model.stalls.filter((one) => one.kind === 'first token'){PLAIN}")
+    assert [(one["keys"], one["cause"], one["why"]) for one in found] == [
+        ([2], "queue", "it waited for room in the KV cache")
     ]
 
 
 def test_charts_have_the_figures_of_the_frames(browser: Browser, synthetic: SyntheticServer) -> None:
     frames = [*START, *decodes(2, 0.02, 150, (1,))]
-    found = analysed(browser, synthetic, frames, "model.series(1.9).at(-1)")
+    found = analysed(browser, synthetic, frames, "model.series(2.1).at(-1)")
     assert found["ttft"] == pytest.approx(0.02)
     assert found["p50"] == pytest.approx(0.01, rel=0.06)
     assert found["p99"] == pytest.approx(0.01, rel=0.06)

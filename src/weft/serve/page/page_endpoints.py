@@ -32,9 +32,10 @@ class PageEndpoints:
     def routes(self) -> list[tuple[str, str, Handler]]:
         return [
             ("/", "GET", self.file),
-            ("/page/what_if", "GET", self.what_if_profiles),
+            # POST, because these compute: the origin of a web page is checked for a POST only.
+            ("/page/profiles", "POST", self.profiles),
             ("/page/what_if", "POST", self.what_if),
-            ("/page/diagnosis", "GET", self.diagnosis),
+            ("/page/diagnosis", "POST", self.diagnosis),
             ("/page/{name}", "GET", self.file),
         ]
 
@@ -48,7 +49,7 @@ class PageEndpoints:
             raise HTTPException(404)
         await send_file(file, scope["headers_by_name"].get(b"if-none-match", b""), send)
 
-    async def what_if_profiles(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def profiles(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The device profiles that a question may name, with their limits."""
         await self._ask({}, send)
 

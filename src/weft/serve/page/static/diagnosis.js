@@ -13,7 +13,7 @@ export class Diagnosis {
     button.disabled = true;
     this._say("Looking at the last minute. This takes a few seconds.");
     try {
-      this._show(await askJson("page/diagnosis"));
+      this._show(await askJson("page/diagnosis", { method: "POST" }));
     } catch (error) {
       this._say(error instanceof ApiError ? `No diagnosis: ${error.message}` : "The connection was lost.");
     } finally {

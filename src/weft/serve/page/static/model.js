@@ -8,6 +8,7 @@ const GAP_BUCKETS = 160; // of a histogram of gaps, logarithmic
 const LEAST_GAP = 1e-4; // seconds; the lower end of the histogram
 const DECADES = 6;
 const MOST_STALLS = 50;
+const SAME_STALL_S = 1; // late tokens with one cause and less time between them are one entry
 
 const WAITS = { seats: "a free place among the running requests", blocks: "room in the KV cache",
   budget: "its turn to be read", gap: "a step short enough for the promised gaps",
@@ -180,11 +181,11 @@ export class Model {
 
   _addLateFirst(request, step, seconds) {
     const began = request.slices[0]?.[0] ?? step.started;
-    const queued = began - request.arrival;
+    const isQueue = began - request.arrival > seconds / 2;
     const waits = WAITS[request.waits];
-    const words = queued > seconds / 2 ? `it waited${waits ? ` for ${waits}` : " in the queue"}` : "its own long prompt was read";
+    const words = isQueue ? `it waited${waits ? ` for ${waits}` : " in the queue"}` : "its own prompt took that long to read";
     request.stalls.push([request.arrival, step.finished]);
-    this._addStall(request, step, seconds, queued > seconds / 2 ? "queue" : "own prefill", words, "first token");
+    this._addStall(request, step, seconds, { kind: "first token", cause: isQueue ? "queue" : "own prefill", words });
   }
 
   // The cause of a late token is the largest part of the steps in its gap.
@@ -217,29 +218,36 @@ export class Model {
     add("host", covered - from);
     let cause = "host";
     for (const [name, seconds] of parts) if (seconds > (parts.get(cause) ?? 0)) cause = name;
-    let words = { host: "the host was slow; the device waited", decodes: "the steps of the running requests took that long",
+    const words = { host: "the host was slow; the device waited", decodes: "the steps of the running requests took that long",
       preempted: "it was preempted and computed again", grammar: "the mask of its grammar was not ready",
       "not in the step": "it was left out of a step" }[cause];
-    if (cause === "prefill") {
-      const [key, tokens] = [...slices].sort((one, other) => other[1] - one[1])[0];
-      const others = slices.size > 1 ? ` and ${slices.size - 1} more` : "";
-      words = `${tokens.toLocaleString("en")} prompt tokens of request ${key}${others} were read`;
-      request.blamed = key;
-    }
+    const blamed = cause === "prefill" ? [...slices].sort((one, other) => other[1] - one[1])[0][0] : null;
     request.stalls.push([from, step.finished]);
-    this._addStall(request, step, gap, cause, words, "gap");
+    this._addStall(request, step, gap, { kind: "gap", cause, words, blamed });
   }
 
-  _addStall(request, step, seconds, cause, words, kind) {
-    const last = this.stalls.findLast((one) => one.step === step.number && one.words === words && one.kind === kind);
-    if (last !== undefined && last.engine === request.engine) {
-      last.requests += 1;
-      last.seconds = Math.max(last.seconds, seconds);
-      return;
+  // Adds a late token to the entry with the same cause, or begins another one.
+  _addStall(request, step, seconds, { kind, cause, words, blamed = null }) {
+    const isSame = (one) => one.engine === request.engine && one.kind === kind && one.cause === cause
+      && one.blamed === blamed && one.words === words && step.finished - one.time < SAME_STALL_S;
+    let stall = this.stalls.findLast(isSame);
+    if (stall === undefined) {
+      stall = { engine: request.engine, kind, cause, words, blamed, seconds: 0, tokens: 0, keys: new Set(), time: 0 };
+      this.stalls.push(stall);
+      if (this.stalls.length > MOST_STALLS) this.stalls.shift();
     }
-    this.stalls.push({ engine: request.engine, step: step.number, time: step.finished, seconds, cause, words, kind,
-      requests: 1, key: request.key });
-    if (this.stalls.length > MOST_STALLS) this.stalls.shift();
+    stall.seconds = Math.max(stall.seconds, seconds);
+    stall.tokens += 1;
+    stall.keys.add(request.key);
+    stall.time = step.finished;
+  }
+
+  // What caused late tokens, in words.
+  why(stall) {
+    if (stall.cause !== "prefill") return stall.words;
+    const blamed = this.engines.get(stall.engine)?.requests.get(stall.blamed);
+    const size = blamed?.promptTokens ? ` (${blamed.promptTokens.toLocaleString("en")} tokens)` : "";
+    return `the prompt of request ${stall.blamed}${size} was read in the same steps`;
   }
 
   _addEnd(frame) {
@@ -266,7 +274,7 @@ export class Model {
 
   // Points of the charts, one for each interval of BUCKET_S until `now`: null where nothing happened.
   series(now) {
-    const last = Math.floor(now / BUCKET_S);
+    const last = Math.floor(now / BUCKET_S) - 1; // the present one is not complete
     const points = [];
     for (let number = last - BUCKETS + 1; number <= last; number++) {
       const bucket = this.buckets.get(number);

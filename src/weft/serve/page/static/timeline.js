@@ -182,14 +182,15 @@ export class Timeline {
     }
     setText(byId("timeline-text"), `${count(rows.length)} requests in the last ${WINDOW_S} seconds; now ${count(waiting)} wait, `
       + `${count(reading)} are read and ${count(writing)} write.`);
-    const stalls = this._model.stalls.slice(-SHOWN_STALLS).reverse();
+    const stalls = [...this._model.stalls].sort((one, other) => other.time - one.time).slice(0, SHOWN_STALLS);
     const list = byId("stalls");
     const lines = stalls.map((stall) => {
-      const subject = stall.requests > 1 ? `${count(stall.requests)} requests` : `request ${stall.key}`;
       const ago = Math.max(0, Math.round(to - stall.time));
       const time = milliseconds(stall.seconds * 1000);
-      const what = stall.kind === "gap" ? `${subject} waited ${time} for a token` : `${subject}: first token after ${time}`;
-      return `${what}, ${ago} s ago: ${stall.words}`;
+      const subject = stall.keys.size > 1 ? `${count(stall.keys.size)} requests` : `request ${[...stall.keys][0]}`;
+      const what = stall.kind === "first token" ? `first token of ${subject} after ${time}`
+        : stall.tokens > 1 ? `${count(stall.tokens)} late tokens of ${subject}, at most ${time}` : `${subject} waited ${time} for a token`;
+      return `${what}, ${ago} s ago: ${this._model.why(stall)}`;
     });
     const shown = lines.length ? lines : ["None."];
     if (list.children.length === shown.length && shown.every((line, index) => list.children[index].textContent === line)) return;

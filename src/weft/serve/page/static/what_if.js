@@ -6,7 +6,6 @@ import { byId, count, element, milliseconds } from "./dom.js";
 const QUIET_MS = 150; // after the last movement of a slider
 const TRIES = 4; // where the question of another page came later
 
-const PATH = "page/what_if";
 const LEAST_PROMPT = 64;
 const GAP_RANGE = 60; // the largest gap target over the smallest
 const USUAL_GAP = 2.5; // gap target at the beginning, in decode steps
@@ -39,7 +38,7 @@ export class WhatIf {
     if (this._profiles.size) return;
     this._say("Starting the simulation.");
     try {
-      const found = await this._retried(() => askJson(PATH));
+      const found = await this._retried(() => askJson("page/profiles", { method: "POST" }));
       for (const profile of found.profiles) this._profiles.set(profile.name, profile);
       byId("w-profile").replaceChildren(...found.profiles.map((profile) => {
         const option = element("option", "", profile.name);
@@ -103,7 +102,7 @@ export class WhatIf {
     this._say("Simulating.");
     try {
       const answer = await this._retried(
-        () => askJson(PATH, { method: "POST", body: question, signal: running.signal }), running);
+        () => askJson("page/what_if", { method: "POST", body: question, signal: running.signal }), running);
       if (running !== this._running) return;
       this._table(answer.predictions, question);
       this._asked += 1;
