@@ -130,8 +130,8 @@ def test_a_late_token_has_its_cause(browser: Browser, synthetic: SyntheticServer
 
 
 def test_late_tokens_with_one_cause_are_one_entry(browser: Browser, synthetic: SyntheticServer) -> None:
-    two = [prompt_frame(2, 0.0), step_frame(2, 0.02, 0.03, (1,), [(2, 0, 32, True)])]
-    slow = [
+    two: list[Frame] = [prompt_frame(2, 0.0), step_frame(2, 0.02, 0.03, (1,), [(2, 0, 32, True)])]
+    slow: list[Frame] = [
         prompt_frame(7, 0.1, 4000),
         *(step_frame(9 + at, 0.1 * (at + 1), 0.1 * (at + 2), (1, 2), [(7, 500 * at, 500, at == 7)]) for at in range(8)),
     ]
@@ -145,7 +145,9 @@ def test_tokens_in_time_are_not_late(browser: Browser, synthetic: SyntheticServe
 
 
 def test_a_late_first_token_says_what_it_waited_for(browser: Browser, synthetic: SyntheticServer) -> None:
-    waiting = [step_frame(2 + n, 0.02 + n * 0.04, 0.06 + n * 0.04, (1,), waits_for="blocks") for n in range(40)]
+    waiting: list[Frame] = [
+        step_frame(2 + n, 0.02 + n * 0.04, 0.06 + n * 0.04, (1,), waits_for="blocks") for n in range(40)
+    ]
     frames = [*START, prompt_frame(2, 0.03), *waiting, step_frame(50, 1.7, 1.71, (1,), [(2, 0, 32, True)])]
     found = analysed(browser, synthetic, frames, f"model.stalls.filter((one) => one.kind === 'first token'){PLAIN}")
     assert [(one["keys"], one["cause"], one["why"]) for one in found] == [
