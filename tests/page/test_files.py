@@ -190,7 +190,7 @@ def test_a_diagnosis_has_a_time_limit_and_runs_alone(tmp_path: Path) -> None:
 
     async def play() -> None:
         diagnosis = Diagnosis(recorded(), answer_s=1.0)
-        code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
+        code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(9999)"
         diagnosis.command = (sys.executable, "-c", code)
         first = asyncio.create_task(diagnosis.make(""))
         await asyncio.sleep(0)

@@ -63,7 +63,7 @@ def test_messagepack_is_decoded_as_msgspec_encodes_it(browser: Browser, syntheti
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x92\x01", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xcb\x00", b"\x01\x01", b"\x91" * 99]
+    "data", [b"", b"\x92\x01", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xcb\x00", b"\x01\x01", b"\x91" * 99 + b"\x01"]
 )
 def test_damaged_messagepack_is_an_error(browser: Browser, synthetic: SyntheticServer, data: bytes) -> None:
     browser.open(f"{synthetic.url}/page/icon.svg")
@@ -117,13 +117,20 @@ LATE: dict[str, list[Frame]] = {
 }
 
 
+LATE["host after a step"] = [
+    *decodes(2, 0.02, 8, (1,)),
+    step_frame(10, 0.1, 0.11, (2,)),
+    step_frame(11, 0.4, 0.41, (1,)),
+]
+
+
 @pytest.mark.parametrize("cause", LATE)
 def test_a_late_token_has_its_cause(browser: Browser, synthetic: SyntheticServer, cause: str) -> None:
     found = analysed(
         browser, synthetic, [*START, *LATE[cause]], f"model.stalls.filter((one) => one.kind === 'gap'){PLAIN}"
     )
     late = [one for one in found if one["keys"] == [1]]
-    assert [one["cause"] for one in late] == [cause]
+    assert [one["cause"] for one in late] == [cause.removesuffix(" after a step")]
     if cause == "prefill":
         assert late[0]["why"] == "the prompt of request 7 (4,000 tokens) was read in the same steps"
         assert late[0]["seconds"] == pytest.approx(0.2)
@@ -219,6 +226,8 @@ def test_it_says_that_the_connection_is_lost_and_comes_back(browser: Browser) ->
     try:
         again.add([engine_frame(50.0), *(prompt_frame(key, 50.0) for key in (1, 2, 3))])
         again.add([step_frame(1, 50.0, 50.1, (), [(key, 0, 32, True) for key in (1, 2, 3)])])
+        again.add(decodes(2, 50.1, 40, (1,)))
+        assert len(again.frames) > len(synthetic.frames), "its numbers do not show that it is another server"
         browser.until("document.querySelector('#connection').hidden")
         browser.until("document.querySelector('#timeline-text').textContent.startsWith('3 requests')")
         browser.until("document.querySelector('#server-line').textContent.includes('another')")
