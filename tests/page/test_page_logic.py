@@ -162,6 +162,13 @@ def test_a_late_first_token_says_what_it_waited_for(browser: Browser, synthetic:
     ]
 
 
+def test_a_request_that_waits_for_long_keeps_its_row(browser: Browser, synthetic: SyntheticServer) -> None:
+    frames = [*START, prompt_frame(2, 0.03), *decodes(2, 0.04, 900, (1,), 0.03)]
+    assert analysed(browser, synthetic, frames, "model.rows(20).map((one) => one.key)") == [1, 2]
+    idle = step_frame(2000, 60.0, 60.01, (), [(3, 0, 1, False)])
+    assert analysed(browser, synthetic, [*frames, idle], "model.rows(50).map((one) => one.key)") == [3]
+
+
 def test_charts_have_the_figures_of_the_frames(browser: Browser, synthetic: SyntheticServer) -> None:
     frames = [*START, *decodes(2, 0.02, 150, (1,))]
     found = analysed(browser, synthetic, frames, "model.series(2.1).at(-1)")

@@ -7,6 +7,7 @@ const BUCKETS = 150;
 const GAP_BUCKETS = 160; // of a histogram of gaps, logarithmic
 const LEAST_GAP = 1e-4; // seconds; the lower end of the histogram
 const DECADES = 6;
+const FORGOTTEN_S = 600; // after that, a request without an end is one whose end was not recorded
 const MOST_STALLS = 50;
 const SAME_STALL_S = 1; // late tokens with one cause and less time between them are one entry
 
@@ -48,11 +49,11 @@ export class Model {
     return seconds + this.offset;
   }
 
-  // All requests that have a part in the window, in order of arrival.
+  // All requests that have a part in the window, in order of arrival: also one that has waited since before it.
   rows(from) {
     const found = [];
     for (const engine of this.engines.values()) {
-      for (const request of engine.requests.values()) if (!(request.last < from)) found.push(request);
+      for (const request of engine.requests.values()) if (request.ended === null || request.last >= from) found.push(request);
     }
     return found.sort((one, other) => one.arrival - other.arrival || one.key - other.key);
   }
@@ -304,7 +305,8 @@ export class Model {
       if (old) engine.steps.splice(0, old);
       const isIdle = engine.running === 0 && engine.waiting === 0;
       for (const [key, request] of engine.requests) {
-        if (request.last < from && (request.ended !== null || isIdle)) engine.requests.delete(key);
+        const isOver = request.ended !== null || isIdle || request.last < this.newest - FORGOTTEN_S;
+        if (request.last < from && isOver) engine.requests.delete(key);
         else if (request.ticks.length && request.ticks[0] < from) trim(request, from);
       }
     }
