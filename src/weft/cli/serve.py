@@ -104,6 +104,12 @@ def _add_chat_options(add: Any) -> None:
         help="share cached prefixes between keys; response times then reveal prompts of other keys (default: off)",
     )
     add(
+        "--page",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="serve a page at / with a chat, a timeline of the requests and what-if questions (default: on)",
+    )
+    add(
         "--response-store",
         action=argparse.BooleanOptionalAction,
         default=True,

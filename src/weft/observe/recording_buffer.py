@@ -56,7 +56,7 @@ class RecordingBuffer:
             head = list(self._engines.values())
             since = self._index_of(earliest) + oldest if earliest is not None else oldest
         number = min(max(since, oldest), self._next)
-        frames, size = head, 0
+        frames, size = [*head], 0
         for index in range(number - oldest, len(self._entries)):
             entry = self._entries[index]
             if frames and size + len(entry.frame) > MOST_ANSWER_BYTES:

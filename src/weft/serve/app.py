@@ -13,7 +13,8 @@ from weft.serve.endpoints.recording_endpoint import RecordingEndpoint, record_la
 from weft.serve.endpoints.responses_api.responses_endpoints import ResponsesEndpoints
 from weft.serve.endpoints.status_endpoints import StatusEndpoints
 from weft.serve.endpoints.token_endpoints import TokenEndpoints
-from weft.serve.http.middleware import ApiKeys, ApiMiddleware
+from weft.serve.http.middleware import OPEN_PATHS, ApiKeys, ApiMiddleware
+from weft.serve.page.page_endpoints import PageEndpoints
 from weft.serve.server_state import ServerState
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -27,6 +28,9 @@ def build_app(state: ServerState) -> ASGIApp:
     # The same paths without /v1, as in llama.cpp, for clients with such a base URL.
     short = [row for row in table if row[0].startswith("/v1/") and not row[0].startswith("/v1/messages")]
     table += [(path.removeprefix("/v1"), method, handler) for path, method, handler in short]
+    page = PageEndpoints(state) if state.options.page else None
+    if page is not None:
+        table += page.routes()
     routes = [Route(path, _Endpoint(handler, path), methods=[method]) for path, method, handler in table]
 
     @asynccontextmanager
@@ -40,6 +44,8 @@ def build_app(state: ServerState) -> ASGIApp:
         preparing.cancel()
         tidying.cancel()
         watching.cancel()
+        if page is not None:
+            await page.close()
         await state.engines.close()
         state.recording.close()
         state.parser.texts.close()
@@ -57,6 +63,7 @@ def build_app(state: ServerState) -> ASGIApp:
         [route.path for route in routes],
         state.options.allowed_origins,
         state.options.root_path,
+        OPEN_PATHS if page is None else OPEN_PATHS | page.open_paths,
     )
 
 

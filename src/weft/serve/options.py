@@ -22,6 +22,7 @@ class ServeOptions:
     api_key: tuple[str, ...] = ()  # empty: no key is needed
     # Origins of web pages that may send requests from a browser; "*": all; None: pages of this machine.
     allowed_origins: tuple[str, ...] | None = None
+    page: bool = True  # the page at "/"
     response_store: bool = True  # responses can be continued and retrieved by id
     share_prefix_cache: bool = False  # between API keys
     chat_template: str | None = None  # a file or the template text; None: the model's template

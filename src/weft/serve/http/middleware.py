@@ -61,11 +61,13 @@ class ApiMiddleware:
         paths: Iterable[str],
         origins: Iterable[str] | None = None,
         root_path: str = "",
+        open_paths: frozenset[str] = OPEN_PATHS,
     ) -> None:
         self.app, self.keys, self.metrics, self.error_log = app, keys, metrics, error_log
         self.paths = frozenset(paths)
         self.origins = AllowedOrigins(origins)
         self.root_path = root_path  # a proxy may keep this prefix of the path, or remove it
+        self.open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,7 +99,7 @@ class ApiMiddleware:
                 return
             if scope["method"] not in SAFE_METHODS and allowed_origin is None:
                 check_origin(headers)
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] not in self.open_paths:
                 scope["tenant"] = self.keys.tenant(headers)
             await self.app(scope, receive, send_and_note_status)
         except ApiError as error:
