@@ -161,6 +161,7 @@ def sick(first: dict[str, float] | None = None, gaps: dict[str, float] | None = 
     [
         (Cause.GRAMMAR, Symptom.GRAMMAR_MASKS),
         (Cause.TRANSFER, Symptom.TRANSFERS),
+        (Cause.SLOW_STEP, Symptom.SLOW_STEPS),
         (Cause.UNEXPLAINED, Symptom.UNEXPLAINED),
         (Cause.CLIENT, Symptom.SLOW_CLIENTS),
         (Cause.API, Symptom.API_PROCESS),

@@ -166,10 +166,10 @@ def test_prompts_that_go_first_delay_a_decode_that_is_not_in_the_step() -> None:
     assert causes(token) == {Cause.PREFILL: 40, Cause.DECODES: 10}
 
 
-def test_a_step_that_takes_far_longer_than_its_like_is_not_explained() -> None:
+def test_a_step_that_takes_far_longer_than_its_like_is_a_slow_step() -> None:
     steps = [FIRST, *[step(2 + i, 10 + 10 * i, 20 + 10 * i, [0]) for i in range(9)], step(11, 100, 190, [0])]
     (token,) = late(steps, [prompt(0)])
-    assert causes(token) == {Cause.UNEXPLAINED: 70, Cause.DECODES: 20}
+    assert causes(token) == {Cause.SLOW_STEP: 77.5, Cause.DECODES: 12.5}
 
 
 def test_a_preempted_sequence() -> None:

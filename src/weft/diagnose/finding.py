@@ -20,6 +20,7 @@ class Symptom(StrEnum):
     GRAMMAR_MASKS = "slow grammar masks"
     API_PROCESS = "slow API process"
     TRANSFERS = "transfers of KV blocks"
+    SLOW_STEPS = "slow steps"
     UNEXPLAINED = "unexplained lateness"
 
 

@@ -414,15 +414,26 @@ def transfers(facts: Facts) -> Finding | None:
     )
 
 
+def slow_steps(facts: Facts) -> Finding | None:
+    return _simple(
+        facts,
+        Cause.SLOW_STEP,
+        Symptom.SLOW_STEPS,
+        "device",
+        "other programs on the device or on the engine's cores, and the device's clock and temperature: single steps took "
+        "more than 1.25 times as long as such steps usually do",
+        "a device and cores without other work; larger targets if that cannot be",
+    )
+
+
 def unexplained(facts: Facts) -> Finding | None:
     return _simple(
         facts,
         Cause.UNEXPLAINED,
         Symptom.UNEXPLAINED,
         "not known",
-        "steps that took more than twice as long as such steps do: other work on the machine, or the device's clock; "
-        "then whether the recording is complete (a ring in memory holds only the last seconds)",
-        "a device and a CPU without other work; weft serve --record FILE for a complete recording",
+        "whether the recording is complete: a ring in memory holds only the last minutes",
+        "weft serve --record FILE for a complete recording",
     )
 
 
@@ -440,6 +451,7 @@ RULES: tuple[Callable[[Facts], Finding | None], ...] = (
     grammar_masks,
     api_process,
     transfers,
+    slow_steps,
     unexplained,
 )
 

@@ -31,8 +31,9 @@ class Cause(StrEnum):
     HOST = "host"  # the device idled: planning, submitting, committing, receiving and sending
     API = "api"  # the API process: parsing, tokenizing, event loop, detokenizing, formatting
     CLIENT = "client"  # the client reads slowly
+    SLOW_STEP = "slow_step"  # the device took longer than for such steps: other programs, its clock, a stall
     TRANSFER = "transfer"  # KV blocks on their way between workers
-    UNEXPLAINED = "unexplained"
+    UNEXPLAINED = "unexplained"  # the recording lacks steps, or clocks disagree
 
 
 # While a waiting request is not in a step, why: all of the step counts. Otherwise the step is divided.
@@ -228,7 +229,7 @@ class _Blame:
             tally.add(Cause.HOST, float(idle[~mask].sum()))
             behind = ~np.isin(waits_for, [WAITS.index(reason) for reason in WAIT_CAUSES])
             tally.add(Cause.DECODES, float((index.decodes[steps] * share)[behind].sum()))
-            tally.add(Cause.UNEXPLAINED, float((index.unexplained[steps] * share)[behind].sum()))
+            tally.add(Cause.SLOW_STEP, float((index.excess[steps] * share)[behind].sum()))
             bounds = index.slice_bounds
             slices = slice(int(bounds[low]), int(bounds[first_step]))
             share_of_slice = np.repeat(share * behind, np.diff(bounds[low : first_step + 1]))
@@ -353,7 +354,7 @@ class _Blame:
                 return
             share = (finished - began) / (finished - started)
         tally.add(Cause.DECODES, share * index.decode_list[step])
-        tally.add(Cause.UNEXPLAINED, share * index.unexplained_list[step])
+        tally.add(Cause.SLOW_STEP, share * index.excess_list[step])
         for place in range(index.bounds_list[step], index.bounds_list[step + 1]):
             reader, seconds = index.slice_key_list[place], share * index.slice_seconds_list[place]
             if reader == key:

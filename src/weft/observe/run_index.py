@@ -47,7 +47,7 @@ class RunIndex:
         self.started_list: list[float] = self.started.tolist()
         self.finished_list: list[float] = self.finished.tolist()
         self.previous_list: list[float] = self.previous.tolist()
-        self.decode_list, self.unexplained_list = self.decodes.tolist(), self.unexplained.tolist()
+        self.decode_list, self.excess_list = self.decodes.tolist(), self.excess.tolist()
         self.bounds_list = self.slice_bounds.tolist()
         self.slice_key_list, self.slice_seconds_list = self.slice_keys.tolist(), self.slice_seconds.tolist()
 
@@ -74,7 +74,7 @@ class RunIndex:
         seconds = (self.finished - self.started).tolist()
         divided = [shares.divide(step, time) for step, time in zip(steps, seconds, strict=True)]
         self.decodes: Floats = np.array([one.decodes for one in divided], np.float64)
-        self.unexplained: Floats = np.array([one.unexplained for one in divided], np.float64)
+        self.excess: Floats = np.array([one.excess for one in divided], np.float64)
         # Slices of all steps, one after the other. slice_bounds[i]: index of the first slice of step i.
         self.slice_bounds: Ints = np.concatenate([[0], np.cumsum([len(step.slices) for step in steps])]).astype(
             np.int64

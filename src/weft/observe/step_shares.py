@@ -8,7 +8,7 @@ from weft.core.coefficients import Coefficients
 from weft.core.shape import StepShape, decodes_alone
 from weft.observe.frames import EngineFrame, StepFrame
 
-SURPRISE = 2.0  # a step that takes this many times as long as steps of its kind do: the excess has no known cause
+USUAL = 1.25  # a step takes up to this many times as long as steps of its kind; what is beyond that is excess
 REMEMBERED = 1025  # steps of a kind whose median counts
 BUCKETS_PER_DOUBLING = 4  # of the number of decodes
 
@@ -18,7 +18,7 @@ class DividedStep(NamedTuple):
 
     decodes: float
     slices: tuple[float, ...]  # in the order of StepFrame.slices
-    unexplained: float  # beyond what such a step takes
+    excess: float  # beyond what such a step takes
 
 
 class Median:
@@ -78,8 +78,8 @@ class StepShares:
             return self._divide_by_prediction(self._coefficients, frame, shape, seconds)
         alone = self._decodes_alone(shape.decodes)
         if not frame.slices:
-            unexplained = 0.0 if alone is None else max(0.0, seconds - SURPRISE * alone)
-            return DividedStep(seconds - unexplained, (), unexplained)
+            excess = 0.0 if alone is None else max(0.0, seconds - USUAL * alone)
+            return DividedStep(seconds - excess, (), excess)
         tokens = [count for _, _, count, _ in frame.slices]
         if alone is None:
             alone = seconds * shape.decodes / max(1, shape.decodes + sum(tokens))
@@ -91,10 +91,10 @@ class StepShares:
     ) -> DividedStep:
         predicted = coefficients.predict(shape)
         ratio = self._ratios[bool(frame.slices)].value or 1.0
-        unexplained = max(0.0, seconds - SURPRISE * ratio * predicted)
-        rest = seconds - unexplained
+        excess = max(0.0, seconds - USUAL * ratio * predicted)
+        rest = seconds - excess
         if not frame.slices:
-            return DividedStep(rest, (), unexplained)
+            return DividedStep(rest, (), excess)
         base_shape = decodes_alone(shape.decodes, shape.context)
         base = coefficients.predict(base_shape) if shape.decodes else 0.0
         decodes = rest * min(1.0, base / predicted) if predicted > 0 else 0.0
@@ -105,7 +105,7 @@ class StepShares:
         ]
         if min(added) <= 0:
             added = [float(count) for _, _, count, _ in frame.slices]
-        return DividedStep(decodes, _in_proportion(rest - decodes, added), unexplained)
+        return DividedStep(decodes, _in_proportion(rest - decodes, added), excess)
 
     def _decodes_alone(self, decodes: int) -> float | None:
         """Seconds of a step with about so many decodes and no slice. None: no such step was noted."""

@@ -390,7 +390,7 @@ class _EngineTracks:
 
         `weft.observe.blame` says it more exactly, from the whole recording.
         """
-        seconds = dict.fromkeys((Cause.HOST, Cause.DECODES, Cause.PREFILL, Cause.UNEXPLAINED), 0.0)
+        seconds = dict.fromkeys((Cause.HOST, Cause.DECODES, Cause.PREFILL, Cause.SLOW_STEP), 0.0)
         readers: dict[int, float] = {}
         count = min(index - row.last_step, len(self.steps))
         for place in range(len(self.steps) - count, len(self.steps)):
@@ -399,7 +399,7 @@ class _EngineTracks:
                 step.shares = self.shares.divide(step.frame, step.seconds)
             seconds[Cause.HOST] += step.idle
             seconds[Cause.DECODES] += step.shares.decodes
-            seconds[Cause.UNEXPLAINED] += step.shares.unexplained
+            seconds[Cause.SLOW_STEP] += step.shares.excess
             seconds[Cause.PREFILL] += sum(step.shares.slices)
             for (key, *_), part in zip(step.frame.slices, step.shares.slices, strict=True):
                 readers[key] = readers.get(key, 0.0) + part
