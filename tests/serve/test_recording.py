@@ -1,13 +1,16 @@
 """The recording of a server: frames over HTTP and in a file."""
 
 import io
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.serve.running import RunningServer, eventually
+from weft.observe.blame import Cause, late_tokens
 from weft.observe.frames import HEADER, StepFrame, read_frames
 from weft.observe.recording import EngineRun, Recording
 
@@ -92,6 +95,38 @@ def test_a_refused_prompt_and_a_client_that_leaves(server: RunningServer) -> Non
     (request,) = recorded(server, since)[0].runs[0].requests.values()
     assert request.reason == "abort"
     assert request.output_tokens < 2000
+
+
+def test_the_prompt_that_made_streams_wait_is_blamed(server: RunningServer) -> None:
+    """Over HTTP: while three clients stream, a fourth sends a prompt that takes several steps of 2,048 tokens."""
+    _, since = recorded(server)
+    began = [threading.Event() for _ in range(3)]
+
+    def stream(number: int) -> None:
+        body = {"prompt": [20 + number] * 40, "max_tokens": 150, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", server.url + TEXT, json=body, timeout=60) as answer:
+            for _ in answer.iter_lines():
+                began[number].set()
+
+    threads = [threading.Thread(target=stream, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    assert all(event.wait(30) for event in began)
+    server.post(TEXT, {"prompt": [19] * 6100, "max_tokens": 1}, headers={"x-request-id": "document"})
+    for thread in threads:
+        thread.join(60)
+    eventually(lambda: len(recorded(server, since)[0].runs[0].requests) == 4, 10)
+    recording = recorded(server, since)[0]
+    (run,) = recording.runs
+    (document,) = [key for key, request in run.requests.items() if "document" in request.request_id]
+    late = [one for one in late_tokens(run, recording, gap_goal=0.02) if one.token_index and one.key != document]
+    for key in run.requests.keys() - {document}:
+        longest = max((token for token in late if token.key == key), key=lambda token: token.seconds)
+        assert longest.parts[0].cause is Cause.PREFILL
+        assert longest.parts[0].keys[0] == document
+        assert sum(part.seconds for part in longest.parts) == pytest.approx(longest.seconds)
+    unexplained = [part.seconds for token in late for part in token.parts if part.cause is Cause.UNEXPLAINED]
+    assert sum(unexplained) <= 0.05 * sum(token.seconds for token in late)
 
 
 @pytest.fixture(scope="module")

@@ -420,8 +420,8 @@ def slow_steps(facts: Facts) -> Finding | None:
         Cause.SLOW_STEP,
         Symptom.SLOW_STEPS,
         "device",
-        "other programs on the device or on the engine's cores, and the device's clock and temperature: single steps took "
-        "more than 1.25 times as long as such steps usually do",
+        "other programs on the device or on the engine's cores, and the device's clock and temperature: single steps "
+        "took more than 1.25 times as long as such steps usually do",
         "a device and cores without other work; larger targets if that cannot be",
     )
 
