@@ -37,7 +37,7 @@ def parsed_request(choices: int, gap: float) -> Any:
 def recorded(times: DeliveryTimes, keys: list[int]) -> list[RequestFrame]:
     buffer = RecordingBuffer()
     times.record(buffer, "0", keys, {}, {}, "error")
-    entries = [decode_frame(entry.frame) for entry in buffer._entries]
+    entries = [decode_frame(frame) for frame, *_ in buffer._entries]
     assert all(isinstance(entry, RequestFrame) for entry in entries)
     return entries  # type: ignore[return-value]
 

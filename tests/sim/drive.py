@@ -37,7 +37,7 @@ class Drive:
             started = max(self.now, self._free)
             self._free = started + COST.predict(plan.batch.shape)
             self._in_flight.append((plan, started, self._free))
-            self.preemptions += step.preemptions
+            self.preemptions += len(step.preempted)
         self.refused += [request.id for request in plan.refused]
         if len(self._in_flight) > 1 or (plan.batch is None and self._in_flight):
             self._take_in(*self._in_flight.popleft())

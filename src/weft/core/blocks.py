@@ -73,10 +73,8 @@ class BlockPool:
     def check_integrity(self) -> None:
         free = self.free_blocks()
         assert len(free) == len(set(free)) == self.num_free, "the free list lost or repeats a block"
-        assert all(self.refs[block] == 0 for block in free), "a block in use is in the free list"
-        assert sum(count > 0 for count in self.refs) == self.num_blocks - self.num_free, (
-            "a block is neither used nor free"
-        )
+        assert not any(map(self.refs.__getitem__, free)), "a block in use is in the free list"
+        assert self.refs.count(0) == self.num_free, "a block is neither used nor free"
         assert min(self.refs) >= 0, "a block was released more often than retained"
 
     def _unlink(self, block: int) -> None:

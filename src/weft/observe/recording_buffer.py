@@ -1,7 +1,7 @@
 """RecordingBuffer: the frames of the last minutes, in the memory of the API process."""
 
 from collections import deque
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from weft.observe.frames import LENGTH_BYTES, PromptFrame, RequestFrame, decode_frame, encode_frame, packed
 from weft.observe.recording_file import RecordingFile
@@ -12,11 +12,9 @@ MOST_ANSWER_BYTES = 4 << 20  # of one answer; joining more would stop the event 
 Kind = Literal["engine", "prompt", "step", "request", "lag"]
 
 
-class _Entry(NamedTuple):
-    frame: bytes
-    kind: Kind
-    tenant: str  # of a request
-    time: float
+# (frame, its kind, the tenant of a request, time). A plain tuple: the garbage collector does not visit it, as it would visit
+# a NamedTuple, and there are many.
+_Entry = tuple[bytes, Kind, str, float]
 
 
 class RecordingBuffer:
@@ -36,11 +34,11 @@ class RecordingBuffer:
         self.add(frame, "engine", time)
 
     def add(self, frame: bytes, kind: Kind, time: float, tenant: str = "") -> None:
-        self._entries.append(_Entry(frame, kind, tenant, time))
+        self._entries.append((frame, kind, tenant, time))
         self._next += 1
         self._bytes += len(frame)
         while self._bytes > MOST_BYTES:
-            self._bytes -= len(self._entries.popleft().frame)
+            self._bytes -= len(self._entries.popleft()[0])
         if self.file is not None:
             self.file.write(frame)
 
@@ -59,12 +57,13 @@ class RecordingBuffer:
         frames, size = [*head], 0
         for index in range(number - oldest, len(self._entries)):
             entry = self._entries[index]
-            if frames and size + len(entry.frame) > MOST_ANSWER_BYTES:
+            frame = entry[0]
+            if frames and size + len(frame) > MOST_ANSWER_BYTES:
                 break
             number += 1
-            size += len(entry.frame) + LENGTH_BYTES
-            if not (head and entry.frame in head):
-                frames.append(_visible(entry, tenant) if tenant else entry.frame)
+            size += len(frame) + LENGTH_BYTES
+            if not (head and frame in head):
+                frames.append(_visible(entry, tenant) if tenant else frame)
         return packed(frames), number
 
     def close(self) -> None:
@@ -74,21 +73,22 @@ class RecordingBuffer:
     def _index_of(self, earliest: float) -> int:
         """The index of the first entry from a time on. Entries are nearly in order of time."""
         index = len(self._entries)
-        while index and self._entries[index - 1].time >= earliest:
+        while index and self._entries[index - 1][3] >= earliest:
             index -= 1
         return index
 
 
 def _visible(entry: _Entry, tenant: str) -> bytes:
     """What a tenant may see of a frame."""
-    if entry.kind == "prompt":
-        prompt = decode_frame(entry.frame)
+    frame, kind, owner, _ = entry
+    if kind == "prompt":
+        prompt = decode_frame(frame)
         assert isinstance(prompt, PromptFrame)
         prompt.prefix = b""
         return encode_frame(prompt)
-    if entry.kind == "request" and entry.tenant != tenant:
-        request = decode_frame(entry.frame)
+    if kind == "request" and owner != tenant:
+        request = decode_frame(frame)
         assert isinstance(request, RequestFrame)
         request.request_id = request.tenant = ""
         return encode_frame(request)
-    return entry.frame
+    return frame
