@@ -12,8 +12,8 @@ MOST_ANSWER_BYTES = 4 << 20  # of one answer; joining more would stop the event 
 Kind = Literal["engine", "prompt", "step", "request", "lag"]
 
 
-# (frame, its kind, the tenant of a request, time). A plain tuple: the garbage collector does not visit it, as it would visit
-# a NamedTuple, and there are many.
+# (frame, its kind, the tenant of a request, time). There are many, and the garbage collector soon stops visiting plain
+# tuples, unlike NamedTuples.
 _Entry = tuple[bytes, Kind, str, float]
 
 
