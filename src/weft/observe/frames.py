@@ -105,7 +105,7 @@ class StepFrame(msgspec.Struct, tag=3, array_like=True):
         return np.frombuffer(self.decodes, np.int32)
 
 
-class LateChunk(msgspec.Struct, array_like=True):
+class LateChunk(msgspec.Struct, array_like=True, gc=False):  # numbers only, and there may be many
     """A chunk that a client got later after the chunk before than its gap target allows."""
 
     token_index: int  # of the last token in the chunk, from 0

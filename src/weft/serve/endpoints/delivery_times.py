@@ -6,6 +6,7 @@ from weft.serve.engines.messages import PrefillDone, SequenceEnd, clock
 from weft.serve.requests.parsed_request import ParsedRequest
 
 MOST_LATE_CHUNKS = 256  # of a sequence
+NEVER, NO_TARGET = -1e300, 1e200  # seconds: so that one comparison tells a first or a late chunk from all others
 
 
 class DeliveryTimes:
@@ -15,18 +16,20 @@ class DeliveryTimes:
         self._parsed, self._submitted = parsed, submitted
         choices = len(parsed.choices)
         self._first: list[float | None] = [None] * choices
-        self._last = [0.0] * choices
+        self._last = [NEVER] * choices
         self.tokens = [0] * choices
         self._late: list[list[LateChunk]] = [[] for _ in range(choices)]
-        self._target = parsed.promise.gap
+        self._target = min(parsed.promise.gap, NO_TARGET)
 
     def note_sent(self, index: int, received: float, began: float) -> None:
         """A chunk was written. `received`: when its last token arrived; `began`: when writing it began."""
         now, last = clock(), self._last[index]
         self._last[index] = now
-        if not last:
+        if now - last <= self._target:
+            return
+        if last == NEVER:
             self._first[index] = now
-        elif now - last > self._target and len(self._late[index]) < MOST_LATE_CHUNKS:
+        elif len(self._late[index]) < MOST_LATE_CHUNKS:
             self._late[index].append(LateChunk(self.tokens[index] - 1, received, now, now - began, last))
 
     def note_answer(self) -> None:

@@ -10,7 +10,7 @@ from weft.serve.engines.messages import clock
 from weft.serve.errors import ApiError
 from weft.serve.server_state import ServerState
 
-LAG_POLL_S = 0.02  # while requests run
+LAG_POLL_S = 0.05  # while requests run
 IDLE_POLL_S = 0.5
 LEAST_LAG_S = 0.005  # a shorter stall is not recorded
 NEXT_HEADER = b"x-weft-next"

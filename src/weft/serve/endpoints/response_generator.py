@@ -110,7 +110,7 @@ class ResponseGenerator:
     async def stream(self, send: Send) -> None:
         """Streams the answer. The response starts with the first token, so a refusal can still set the status."""
         collector, formatter, choices, times = self.collector, self.parsed.formatter, self.parsed.choices, self.times
-        started, sent = False, self.sent
+        started, sent, note_sent = False, self.sent, self.sent.note_sent
         shows_usage = self.parsed.usage_in_every_chunk
         try:
             while self._remaining_choices:
@@ -145,7 +145,7 @@ class ResponseGenerator:
                         began = clock()
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                         if update.token is not None:
-                            sent.note_sent(update.choice_index, update.at, began)
+                            note_sent(update.choice_index, update.at, began)
             last = formatter.last_chunk(self.final_fields()) if self.parsed.usage_in_last_chunk else b""
             await send({"type": "http.response.body", "body": last + formatter.done})
         except ApiError as error:
