@@ -12,8 +12,10 @@ import pytest
 
 from tests.commands import Done, run_here
 from tests.diagnose.metrics import Traffic, pages
+from weft.diagnose import download
+from weft.observe.frames import LagFrame, encode_frame, packed
 
-Answer = tuple[int, bytes]
+Answer = tuple[int, bytes] | tuple[int, bytes, dict[str, str]]
 
 
 @contextmanager
@@ -23,8 +25,10 @@ def serving(answer: Callable[[str, str | None], Answer]) -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             key = self.headers.get("Authorization")
-            status, body = answer(self.path, key.removeprefix("Bearer ") if key else None)
+            status, body, *more = answer(self.path, key.removeprefix("Bearer ") if key else None)
             self.send_response(status)
+            for name, value in (more[0] if more else {}).items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -126,6 +130,23 @@ def test_frames_of_no_weft_server(answer: Answer, message: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_frames_are_downloaded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server cuts its answers. The paths also say that --seconds reaches it."""
+    frames = [encode_frame(LagFrame(float(number), 0.01)) for number in range(7)]
+    asked: list[str] = []
+
+    def answer(path: str, key: str | None) -> Answer:
+        asked.append(path)
+        since = int(path.partition("since=")[2] or 0)
+        return 200, packed(frames[since : since + 3]), {"x-weft-next": str(min(7, since + 3))}
+
+    monkeypatch.setattr(download, "FULL_ANSWER_BYTES", len(packed(frames[:3])))
+    with serving(answer) as url:
+        recording = download.download_frames(url, None, 5.0)
+    assert [lag.time for lag in recording.lags] == [0, 1, 2, 3, 4, 5, 6]
+    assert asked == ["/observe/frames?seconds=5", "/observe/frames?since=3", "/observe/frames?since=6"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -153,7 +174,7 @@ def test_a_file_that_is_no_recording(tmp_path: Path, content: bytes, message: st
         ((), "one of the arguments --url --file is required"),
         (("--url", "localhost:8000"), "must begin with http://"),
         (("--file", "r", "--engine", "vllm"), "a file is always a recording of weft"),
-        (("--file", "r", "--seconds", "3"), "a recording has its own duration"),
+        (("--file", "r", "--seconds", "3"), "--seconds is for --url: a file is diagnosed whole"),
         (("--file", "r", "--api-key", "k"), "leave it out"),
         (("--url", "http://x", "--engine", "vllm", "--seconds", "0"), "--seconds 0 must be above 0"),
         (("--file", "r", "--json", "/no/such/folder/x"), "there is no folder /no/such/folder"),

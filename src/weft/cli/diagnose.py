@@ -52,7 +52,13 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     add = parser.add_argument
     add("--engine", choices=ENGINES, help="of the server at --url, if it is not weft: its metrics are read")
     add("--api-key", metavar="KEY", help="of that server (default: the environment's OPENAI_API_KEY)")
-    add("--seconds", type=float, metavar="S", help="between the two readings of metrics (default: 10)")
+    add(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="with --engine: between the two readings of metrics (default: 10); else: only the last S seconds that the "
+        "server at --url holds (default: all)",
+    )
     add(
         "--gap-target-ms",
         type=float,
@@ -123,8 +129,8 @@ def _check(arguments: argparse.Namespace) -> None:
         profile_path(arguments.profile)  # an unknown name is reported before the work
         if arguments.engine is not None or not arguments.replay:
             raise OptionError(f"--profile {arguments.profile} is for the replay of a recording: leave it out")
-    if arguments.seconds is not None and arguments.engine is None:
-        raise OptionError("--seconds is for --engine: a recording has its own duration")
+    if arguments.seconds is not None and arguments.url is None:
+        raise OptionError("--seconds is for --url: a file is diagnosed whole")
     if arguments.json is not None and not arguments.json.parent.is_dir():
         raise OptionError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
 
@@ -194,7 +200,7 @@ def _recording(arguments: argparse.Namespace) -> "tuple[Recording, str]":
     from weft.progress import work_progress
 
     if arguments.file is None:
-        return download_frames(arguments.url.rstrip("/"), _key(arguments)), arguments.url
+        return download_frames(arguments.url.rstrip("/"), _key(arguments), arguments.seconds), arguments.url
     try:
         with work_progress(arguments.file.name, arguments.file.stat().st_size, arguments.progress) as advance:
             return Recording.read(arguments.file, advance), str(arguments.file)
