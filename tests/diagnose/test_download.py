@@ -130,7 +130,7 @@ def test_frames_of_no_weft_server(answer: Answer, message: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_frames_are_downloaded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_are_downloaded_in_parts() -> None:
     """A server cuts its answers. The paths also say that --seconds reaches it."""
     frames = [encode_frame(LagFrame(float(number), 0.01)) for number in range(7)]
     asked: list[str] = []
@@ -138,9 +138,9 @@ def test_frames_are_downloaded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     def answer(path: str, key: str | None) -> Answer:
         asked.append(path)
         since = int(path.partition("since=")[2] or 0)
-        return 200, packed(frames[since : since + 3]), {"x-weft-next": str(min(7, since + 3))}
+        more = {"x-weft-next": str(min(7, since + 3)), "x-weft-more": str(int(since + 3 < 7))}
+        return 200, packed(frames[since : since + 3]), more
 
-    monkeypatch.setattr(download, "FULL_ANSWER_BYTES", len(packed(frames[:3])))
     with serving(answer) as url:
         recording = download.download_frames(url, None, 5.0)
     assert [lag.time for lag in recording.lags] == [0, 1, 2, 3, 4, 5, 6]

@@ -9,6 +9,7 @@ from weft.errors import OptionError
 from weft.observe import recording_buffer, recording_file
 from weft.observe.frames import (
     HEADER,
+    EngineFrame,
     Frame,
     LagFrame,
     PromptFrame,
@@ -18,6 +19,7 @@ from weft.observe.frames import (
     packed,
     read_frames,
 )
+from weft.observe.recording import Recording
 from weft.observe.recording_buffer import RecordingBuffer
 from weft.observe.recording_file import RecordingFile
 
@@ -46,29 +48,56 @@ def test_a_reader_gets_every_frame_once(monkeypatch: pytest.MonkeyPatch) -> None
         buffer.add(lag(number), "lag", float(number))
         if number % 20 == 19:
             for _ in range(100):
-                data, following = buffer.read(since)
+                data, following, has_more = buffer.read(since)
                 found += numbers(data)
-                if following == since:
-                    break
                 since = following
+                if not has_more:
+                    break
     assert found == list(range(40))
 
 
 def test_old_frames_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = len(lag(1))
+    size = len(lag(1)) + recording_buffer.ENTRY_BYTES
     monkeypatch.setattr(recording_buffer, "MOST_BYTES", 10 * size)
     buffer = RecordingBuffer()
     buffer.add_engine("0", b"\x95engine", 0.0)
     for number in range(30):
         buffer.add(lag(number), "lag", float(number))
-    data, following = buffer.read(3)  # the reader was away for too long
+    data, following, _ = buffer.read(3)  # the reader was away for too long
     assert numbers(data) == list(range(20, 30))
     assert following == 31
-    data, _ = buffer.read()
+    data = buffer.read().data
     assert b"\x95engine" in data  # though it was the first frame of all
-    data, _ = buffer.read(earliest=27.0)
+    data = buffer.read(earliest=27.0).data
     assert b"\x95engine" in data
-    assert buffer.read(10**9) == (b"", 31)
+    assert buffer.read(10**9) == (b"", 31, False)
+
+
+def test_frames_of_two_processes_of_an_engine_are_told_apart() -> None:
+    """Keys begin anew with each process. Read whole, from a time on, and after the frames of the first are gone."""
+    buffer = RecordingBuffer()
+    for process in range(2):
+        buffer.add_engine("0", encode_frame(engine_frame(policy=f"p{process}")), 10.0 * process)
+        for number in range(3):
+            buffer.add(encode_frame(prompt_frame(key=number)), "prompt", 10.0 * process + number)
+    for earliest, expected in (
+        (None, [("p0", 3), ("p1", 3)]),
+        (2.0, [("p0", 1), ("p1", 3)]),
+        (11.0, [("p1", 2)]),
+        (99.0, [("p1", 0)]),
+    ):
+        runs = Recording.of(frames(buffer.read(earliest=earliest).data)).runs
+        assert [(run.info.policy, len(run.prompts)) for run in runs if run.info is not None] == expected
+        assert all(run.info is not None for run in runs)
+
+
+def engine_frame(policy: str) -> EngineFrame:
+    limits = (8, 64, 16)
+    return EngineFrame("0", 0.0, 0.0, "1", "m", "cpu", policy, None, False, None, 0.0, False, *limits, True, 512)
+
+
+def prompt_frame(key: int) -> PromptFrame:
+    return PromptFrame("0", key, 1.0, 1.0, 32, 4, None, False, None, False, False, 0, False)
 
 
 def test_a_tenant_sees_ids_of_its_own_requests_only() -> None:
@@ -91,7 +120,7 @@ def test_a_tenant_sees_ids_of_its_own_requests_only() -> None:
 def test_a_file_is_bounded_and_each_half_can_be_read_alone(tmp_path: Path) -> None:
     path, size = tmp_path / "r", len(lag(1)) + 4
     file = RecordingFile(path, 2 * (len(HEADER) + 100 * size))
-    file.head = packed([lag(-1)])
+    file.start_engine(packed([lag(-1)]))
     for number in range(250):
         file.write(lag(number))
     file.close()
@@ -108,6 +137,30 @@ def test_what_a_file_held_before_is_kept(tmp_path: Path) -> None:
         file.write(lag(7))
         file.close()
     assert (tmp_path / "r").read_bytes() == (tmp_path / "r.old").read_bytes() == HEADER + packed([lag(7)])
+
+
+def test_a_server_that_does_not_come_up_displaces_no_recording(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    first = RecordingFile(path, 1 << 20)
+    first.write(lag(7))
+    first.close()
+    for _ in range(3):  # they end before an engine is ready
+        RecordingFile(path, 1 << 20).close()
+    assert (tmp_path / "r.old").read_bytes() == HEADER + packed([lag(7)])
+
+
+def test_a_recording_is_for_its_owner_alone(tmp_path: Path) -> None:
+    file = RecordingFile(tmp_path / "r", 2 * (len(HEADER) + 60))
+    for number in range(20):
+        file.write(lag(number))
+    file.close()
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("r", "r.old")] == [0o600, 0o600]
+
+
+def test_a_folder_is_not_moved_away(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="no ordinary file"):
+        RecordingFile(tmp_path, 1 << 20)
+    assert tmp_path.is_dir()
 
 
 def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:

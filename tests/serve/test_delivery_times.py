@@ -5,10 +5,15 @@ from typing import Any
 
 import pytest
 
+from weft.core import Targets
 from weft.observe.frames import RequestFrame, decode_frame
 from weft.observe.recording_buffer import RecordingBuffer
 from weft.serve.endpoints import delivery_times
 from weft.serve.endpoints.delivery_times import DeliveryTimes
+from weft.serve.endpoints.response_generator import ResponseGenerator
+from weft.serve.engines.messages import SequenceEnd
+from weft.serve.engines.request_output_collector import RequestOutputCollector, SequenceUpdate
+from weft.serve.errors import ApiError
 
 
 class Clock:
@@ -67,6 +72,14 @@ def test_a_chunk_is_late_after_the_one_before_and_says_how_long_the_socket_took(
     assert first.first_sent == pytest.approx(100.01)
 
 
+def test_an_id_that_the_server_made_is_recorded_in_part() -> None:
+    """It opens the stored response with that id."""
+    made = parsed_request(1, gap=1.0)
+    made.prompts[0].request_id = "0123456789abcdef01234567-1"
+    (frame,) = recorded(DeliveryTimes(made, 99.5), [1])
+    assert frame.request_id == "01234567-1"
+
+
 def test_without_a_target_no_chunk_is_late(clock: Clock) -> None:
     times = DeliveryTimes(parsed_request(1, gap=float("inf")), 99.5)
     for _ in range(3):
@@ -81,3 +94,19 @@ def test_late_chunks_are_bounded(clock: Clock) -> None:
         clock.now += 1
         times.note_sent(0, clock.now, clock.now)
     assert len(recorded(times, [1])[0].late_chunks) == delivery_times.MOST_LATE_CHUNKS
+
+
+def test_a_refused_request_is_recorded_as_refused_with_its_prediction(clock: Clock) -> None:
+    parsed = parsed_request(1, gap=1.0)
+    parsed.promise = Targets(ttft=1.0).promise(100)
+    parsed.choices[0].finish_reason = None
+    unused: Any = SimpleNamespace()
+    generator = ResponseGenerator(parsed, unused, RequestOutputCollector(), unused, 99.5)
+    end = SequenceEnd(7, None, "refused", 100.0, 0, 2.5)
+    with pytest.raises(ApiError, match="would have come after 2.5 s"):
+        generator._check(SequenceUpdate(0, None, end))
+    buffer = RecordingBuffer()
+    generator.sent.record(buffer, "0", [7], {}, generator.sequence_ends, "deadline")
+    (frame,) = (decode_frame(entry) for entry, *_ in buffer._entries)
+    assert isinstance(frame, RequestFrame)
+    assert (frame.reason, frame.predicted_ttft) == ("refused", 2.5)

@@ -102,10 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     yardsticks = Yardsticks(gap=arguments.gap_target_ms / 1000, ttft=arguments.ttft_target_ms / 1000)
-    if arguments.engine is not None:
-        answer = _from_metrics(arguments, yardsticks)
-    else:
-        answer = _from_recording(arguments, yardsticks)
+    diagnosed = _from_recording if arguments.engine is None else _from_metrics
+    try:
+        answer = diagnosed(arguments, yardsticks)
+    except (ArithmeticError, LookupError, ValueError) as error:  # not exit status 1, which means a finding
+        source = arguments.url or arguments.file
+        raise EngineError(
+            f"{source} cannot be diagnosed, it may be damaged: {type(error).__name__}: {error}"
+        ) from error
     if arguments.json is not None:  # first: printing may fail, if the reader of the output closes it
         _write(arguments.json, answer)
     _show(answer)

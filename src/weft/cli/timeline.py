@@ -39,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     source, output, last = arguments.recording, arguments.output, arguments.last
     if last is not None and not 0 < last < math.inf:
         raise OptionError(f"--last {last:g} must be above 0 seconds")
+    if output.is_dir() or output.resolve() == source.resolve():
+        raise OptionError(f"--output {output}: name another file, for the timeline")
     size = source.stat().st_size if source.is_file() else 0
     passes = 1 if last is None else 2
     read = 0
@@ -55,13 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             with part.open("wb") as file:
                 events = write_timeline(frames, file, since)
-            os.replace(part, output)
+            if events:
+                os.replace(part, output)
         except OSError as error:
             raise OptionError(f"--output {output}: {error.strerror}; name a file that can be written") from None
         finally:
             part.unlink(missing_ok=True)
     if not events:
-        output.unlink()
         raise RecordingError(f"{source} is empty: it was recorded without a step or a request")
     if read < passes * size:
         print(f"weft: {source} ends in the middle of a frame; the timeline has all before it", file=sys.stderr)

@@ -36,6 +36,7 @@ class PrefillPass:
 
         Returns what limited the prefill tokens.
         """
+        self.builder.waits_for = ""  # a plan without a batch may have left another
         budget = self._budget(load)
         if not self.running.prefilling and not self.queue:
             return budget.prefill_limit

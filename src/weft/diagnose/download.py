@@ -3,6 +3,7 @@
 import io
 import urllib.error
 import urllib.request
+from email.message import Message
 from http.client import HTTPException
 
 from weft.diagnose.metrics_page import MetricsPage
@@ -13,8 +14,8 @@ from weft.observe.recording import Recording
 TIMEOUT_S = 30.0
 MOST_PAGE_BYTES = 64 << 20  # of metrics; more is no metrics page
 MOST_FRAMES_BYTES = 256 << 20  # of frames; a server holds far less
-FULL_ANSWER_BYTES = 1 << 20  # a shorter answer is the last one: the server cuts them at 4 MiB
 NEXT_HEADER = "x-weft-next"  # what to give as `since` next time
+MORE_HEADER = "x-weft-more"  # 1: the answer was cut
 
 
 def download_frames(url: str, key: str | None, seconds: float | None = None) -> Recording:
@@ -24,11 +25,11 @@ def download_frames(url: str, key: str | None, seconds: float | None = None) -> 
     body = b""
     try:
         while len(body) <= MOST_FRAMES_BYTES:
-            part, following = _get(source + query, key, MOST_FRAMES_BYTES)
+            part, headers = _get(source + query, key, MOST_FRAMES_BYTES)
             body += part
-            if len(part) < FULL_ANSWER_BYTES or not following:  # that was all; a busy server has new frames already
+            if headers.get(MORE_HEADER) != "1":
                 break
-            query = f"?since={following}"
+            query = f"?since={headers.get(NEXT_HEADER)}"
     except EngineError as error:
         if "status 404" not in str(error):
             raise
@@ -47,14 +48,21 @@ def read_metrics(source: str, key: str | None) -> MetricsPage:
     return MetricsPage.parse(body.decode(errors="replace"), source)
 
 
-def _get(source: str, key: str | None, most: int) -> tuple[bytes, str]:
-    """The body, and the header NEXT_HEADER."""
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the API key to another server."""
+
+    def redirect_request(self, *arguments: object) -> None:
+        return None
+
+
+def _get(source: str, key: str | None, most: int) -> tuple[bytes, Message]:
+    """The body and the headers of an answer."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxies, as in weft bench
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)  # no proxies, as in weft bench
     try:
         with direct.open(urllib.request.Request(source, headers=headers), timeout=TIMEOUT_S) as response:
             body: bytes = response.read(most + 1)
-            following: str = response.headers.get(NEXT_HEADER, "")
+            found: Message = response.headers
     except urllib.error.HTTPError as error:
         hint = ": give --api-key" if error.code in (401, 403) else ""
         raise EngineError(f"{source} answers with status {error.code}{hint}") from None
@@ -63,4 +71,4 @@ def _get(source: str, key: str | None, most: int) -> tuple[bytes, str]:
         raise EngineError(f"{source} cannot be read: {reason}") from None
     if len(body) > most:
         raise EngineError(f"{source} answers with more than {most} bytes: it is not what was asked for")
-    return body, following
+    return body, found

@@ -1,13 +1,16 @@
 """RecordingBuffer: the frames of the last minutes, in the memory of the API process."""
 
 from collections import deque
-from typing import Literal
+from itertools import islice
+from typing import Literal, NamedTuple
 
 from weft.observe.frames import LENGTH_BYTES, PromptFrame, RequestFrame, decode_frame, encode_frame, packed
 from weft.observe.recording_file import RecordingFile
 
 MOST_BYTES = 64 << 20  # of all frames: 2 minutes of 500 steps/s with 256 rows, hours of a laptop
-MOST_ANSWER_BYTES = 4 << 20  # of one answer; joining more would stop the event loop for milliseconds
+ENTRY_BYTES = 150  # that a frame takes beside its own
+MOST_ANSWER_BYTES = 1 << 20  # of one answer; joining more would stop the event loop for several milliseconds
+MOST_STARTS = 64  # of engine processes; more are forgotten when their frames are
 
 Kind = Literal["engine", "prompt", "step", "request", "lag"]
 
@@ -15,6 +18,14 @@ Kind = Literal["engine", "prompt", "step", "request", "lag"]
 # (frame, its kind, the tenant of a request, time). There are many, and the garbage collector soon stops visiting plain
 # tuples, unlike NamedTuples.
 _Entry = tuple[bytes, Kind, str, float]
+
+
+class RecordingPart(NamedTuple):
+    """A part of the recording, packed."""
+
+    data: bytes
+    next: int  # what to give as `since` next time
+    has_more: bool  # whether frames were left out, because the part would be too long
 
 
 class RecordingBuffer:
@@ -25,57 +36,68 @@ class RecordingBuffer:
         self._entries: deque[_Entry] = deque()
         self._bytes = 0
         self._next = 0  # sequence number of the next frame
-        self._engines: dict[str, bytes] = {}  # the EngineFrame of each engine's newest process
+        self._starts: list[tuple[int, str, bytes]] = []  # (number, engine, EngineFrame), also of frames that are gone
 
     def add_engine(self, engine: str, frame: bytes, time: float) -> None:
-        self._engines[engine] = frame
+        """Adds the frame of an engine process that has started."""
+        self._starts.append((self._next, engine, frame))
+        if len(self._starts) > MOST_STARTS:
+            oldest = self._next - len(self._entries)
+            kept = self._starts_before(oldest)
+            gone = [(0, engine, frame) for engine, frame in kept.items()]
+            self._starts = gone + [start for start in self._starts if start[0] >= oldest]
         if self.file is not None:
-            self.file.head = packed(self._engines.values())
+            self.file.start_engine(packed(self._starts_before(self._next + 1).values()))
         self.add(frame, "engine", time)
 
     def add(self, frame: bytes, kind: Kind, time: float, tenant: str = "") -> None:
         self._entries.append((frame, kind, tenant, time))
         self._next += 1
-        self._bytes += len(frame)
+        self._bytes += len(frame) + ENTRY_BYTES
         while self._bytes > MOST_BYTES:
-            self._bytes -= len(self._entries.popleft()[0])
+            self._bytes -= len(self._entries.popleft()[0]) + ENTRY_BYTES
         if self.file is not None:
             self.file.write(frame)
 
-    def read(self, since: int | None = None, earliest: float | None = None, tenant: str = "") -> tuple[bytes, int]:
-        """Packed frames after number `since`, and what to give as `since` next time. At most MOST_ANSWER_BYTES.
+    def read(self, since: int | None = None, earliest: float | None = None, tenant: str = "") -> RecordingPart:
+        """Packed frames after number `since`, about MOST_ANSWER_BYTES at most.
 
-        Without `since`: the EngineFrames of all engines, then the frames from time `earliest` on, or all. With a
-        `tenant`, other tenants' requests have no ids, and no prompt says which prefixes it shares.
+        Without `since`: the frames from time `earliest` on, or all, and before them the EngineFrames of the processes
+        that ran then. With a `tenant`, other tenants' requests have no ids, and prompts do not say which prefixes they
+        share.
         """
         oldest = self._next - len(self._entries)
-        head: list[bytes] = []
+        frames: list[bytes] = []
         if since is None:
-            head = list(self._engines.values())
-            since = self._index_of(earliest) + oldest if earliest is not None else oldest
+            since = oldest if earliest is None else oldest + self._index_of(earliest)
+            frames += self._starts_before(since).values()
         number = min(max(since, oldest), self._next)
-        frames, size = [*head], 0
-        for index in range(number - oldest, len(self._entries)):
-            entry = self._entries[index]
-            frame = entry[0]
-            if frames and size + len(frame) > MOST_ANSWER_BYTES:
+        size, has_more = 0, False
+        for entry in islice(self._entries, number - oldest, None):
+            size += len(entry[0]) + LENGTH_BYTES
+            if size > MOST_ANSWER_BYTES and frames:
+                has_more = True
                 break
             number += 1
-            size += len(frame) + LENGTH_BYTES
-            if not (head and frame in head):
-                frames.append(_visible(entry, tenant) if tenant else frame)
-        return packed(frames), number
+            frames.append(_visible(entry, tenant) if tenant else entry[0])
+        return RecordingPart(packed(frames), number, has_more)
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
 
+    def _starts_before(self, number: int) -> dict[str, bytes]:
+        """The EngineFrame of each engine's process before the frame with this number."""
+        return {engine: frame for start, engine, frame in self._starts if start < number}
+
     def _index_of(self, earliest: float) -> int:
         """The index of the first entry from a time on. Entries are nearly in order of time."""
-        index = len(self._entries)
-        while index and self._entries[index - 1][3] >= earliest:
-            index -= 1
-        return index
+        newer = 0
+        for entry in reversed(self._entries):  # indexing a deque takes time in its middle
+            if entry[3] < earliest:
+                break
+            newer += 1
+        return len(self._entries) - newer
 
 
 def _visible(entry: _Entry, tenant: str) -> bytes:

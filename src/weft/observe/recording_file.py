@@ -1,10 +1,14 @@
 """RecordingFile: writes a recording to disk, in a thread of its own, so that a slow disk delays no stream."""
 
+import errno
 import os
 import queue
 import sys
 import threading
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 from weft.errors import OptionError
 from weft.observe.frames import HEADER, LENGTH_BYTES, packed
@@ -13,18 +17,27 @@ MOST_PENDING = 50_000  # frames that wait for the disk; further frames are dropp
 OLD = ".old"  # suffix of the file before
 
 
+class _Head(NamedTuple):
+    frames: bytes
+
+
 class RecordingFile:
     """Two files with at most `most_bytes` together: FILE, and FILE.old with what came before."""
 
     def __init__(self, path: Path, most_bytes: int) -> None:
-        self.path, self.head = path, b""  # head: frames that each file begins with
-        self.dropped = 0
+        self.path = path
+        self.dropped = 0  # frames, because the disk was too slow
+        self._head = b""  # packed frames that each file begins with
         self._most = most_bytes // 2
-        self._queue: queue.Queue[bytes | None] = queue.Queue(MOST_PENDING)
+        self._put_back: list[_Head | None] = []  # at most one item, which ended a batch of frames
+        self._queue: queue.Queue[bytes | _Head | None] = queue.Queue(MOST_PENDING)
+        if path.exists() and not path.is_file():
+            raise OptionError(f"--record {path}: this is no ordinary file; name one that can be written")
         try:
-            if path.exists() and path.stat().st_size:
+            # A server that did not come up leaves a header alone, which must not displace a recording.
+            if path.exists() and path.stat().st_size > len(HEADER):
                 os.replace(path, _old(path))
-            self._file = path.open("wb", buffering=0)  # unbuffered: the process may end at any time
+            self._file = _create(path)
         except OSError as error:
             raise OptionError(f"--record {path}: {error.strerror}; name a file that can be written") from None
         self._size = self._least = self._file.write(HEADER)  # bytes, and what a file without other frames has
@@ -37,6 +50,11 @@ class RecordingFile:
         except queue.Full:
             self.dropped += 1
 
+    def start_engine(self, head: bytes) -> None:
+        """Sets the packed frames that later files begin with."""
+        with suppress(queue.Full):
+            self._queue.put_nowait(_Head(head))
+
     def close(self) -> None:
         """Writes what is pending, for at most a second."""
         if self._thread.is_alive():
@@ -48,13 +66,24 @@ class RecordingFile:
 
     def _run(self) -> None:
         try:
-            while (frame := self._queue.get()) is not None:
-                self._write([frame, *self._pending()])
+            while (item := self._take()) is not None:
+                if isinstance(item, _Head):
+                    self._head = item.frames
+                else:
+                    self._write([item, *self._pending()])
         except OSError as error:
             print(f"weft: --record {self.path}: {error.strerror}; the recording ends here", file=sys.stderr, flush=True)
             self.write = lambda frame: None  # type: ignore[method-assign]
         finally:
+            if self.dropped:
+                print(
+                    f"weft: --record {self.path}: {self.dropped} frames are missing: the disk was too slow",
+                    file=sys.stderr,
+                )
             self._file.close()
+
+    def _take(self) -> "bytes | _Head | None":
+        return self._put_back.pop() if self._put_back else self._queue.get()
 
     def _pending(self) -> list[bytes]:
         """Frames that wait already: one system call writes them all."""
@@ -64,8 +93,8 @@ class RecordingFile:
                 frame = self._queue.get_nowait()
             except queue.Empty:
                 break
-            if frame is None:
-                self._queue.put(None)
+            if not isinstance(frame, bytes):
+                self._put_back = [frame]
                 break
             found.append(frame)
         return found
@@ -76,18 +105,28 @@ class RecordingFile:
         for frame in frames:
             size = len(frame) + LENGTH_BYTES
             if self._size + size > self._most and self._size > self._least:
-                self._file.write(packed(pending))
+                self._append(packed(pending))
                 pending = []
                 self._rotate()
             pending.append(frame)
             self._size += size
-        self._file.write(packed(pending))
+        self._append(packed(pending))
+
+    def _append(self, data: bytes) -> None:
+        if self._file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _rotate(self) -> None:
         self._file.close()
         os.replace(self.path, _old(self.path))
-        self._file = self.path.open("wb", buffering=0)
-        self._size = self._least = self._file.write(HEADER + self.head)
+        self._file = _create(self.path)
+        self._size = self._least = len(HEADER) + len(self._head)
+        self._append(HEADER + self._head)
+
+
+def _create(path: Path) -> FileIO:
+    """Readable for the owner alone: it has request ids. Unbuffered: the process may end at any time."""
+    return FileIO(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def _old(path: Path) -> Path:

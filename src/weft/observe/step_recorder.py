@@ -10,7 +10,7 @@ from weft.core.request import Request
 from weft.core.step import StepRecord
 from weft.observe.frames import PromptFrame, StepFrame, encode_frame
 
-MOST_PREFIX_BLOCKS = 8192  # of a prompt, whose hashes are recorded
+MOST_PREFIX_BLOCKS = 2048  # of a prompt, whose hashes are recorded
 
 
 class StepRecorder:
@@ -19,10 +19,13 @@ class StepRecorder:
     def __init__(self, engine: str, num_slots: int, key_of: Callable[[Request], int]) -> None:
         self.engine, self._key_of = engine, key_of
         self._key_by_slot = np.full(num_slots, -1, np.int32)
+        self._prefix = b""  # of the last prompt
 
     def prompt(self, request: Request, now: float) -> bytes:
         """The frame of a request that was given to the scheduler at `now`."""
-        hashes = request.hashes[: min(MOST_PREFIX_BLOCKS, len(request.hashes))]
+        if not request.sibling:  # else the prompt is the same as before
+            numbers = [hash(one) & 0x7FFFFFFF for one in request.hashes[:MOST_PREFIX_BLOCKS]]
+            self._prefix = np.array(numbers, np.int32).tobytes()
         return encode_frame(
             PromptFrame(
                 self.engine,
@@ -38,7 +41,7 @@ class StepRecorder:
                 request.flex,
                 request.priority,
                 request.constrained,
-                np.array([hash(one) & 0x7FFFFFFF for one in hashes], np.int32).tobytes(),
+                self._prefix,
             )
         )
 

@@ -279,6 +279,8 @@ def answer(line: bytes) -> dict[str, Any]:
         if question.profile not in profiles:
             raise QuestionError(f"unknown profile {question.profile!r}; known: {', '.join(profiles)}")
         return predict(question, profiles[question.profile])
+    except RecursionError:
+        return {"error": "the question is nested too deeply"}
     except (msgspec.MsgspecError, WeftError) as error:
         return {"error": str(error)}
 

@@ -1,11 +1,16 @@
 """DeliveryTimes: when the client of a request was sent its tokens, for the recording."""
 
+import re
+
 from weft.observe.frames import LateChunk, RequestFrame, encode_frame
 from weft.observe.recording_buffer import RecordingBuffer
 from weft.serve.engines.messages import PrefillDone, SequenceEnd, clock
 from weft.serve.requests.parsed_request import ParsedRequest
 
 MOST_LATE_CHUNKS = 256  # of a sequence
+# An id that the server made opens a stored response (resp_ID), so it is recorded in part: enough to find it in a log.
+_MADE_HERE = re.compile(r"[0-9a-f]{24}")
+_SHOWN_DIGITS = 8
 NEVER, NO_TARGET = -1e300, 1e200  # seconds: so that one comparison tells a first or a late chunk from all others
 
 
@@ -53,7 +58,7 @@ class DeliveryTimes:
             frame = RequestFrame(
                 engine=engine,
                 key=key,
-                request_id=prompt.request_id,
+                request_id=_shown_id(prompt.request_id),
                 tenant=prompt.options.tenant,
                 choice_index=index,
                 arrival=parsed.arrival,
@@ -72,3 +77,7 @@ class DeliveryTimes:
                 late_chunks=self._late[index],
             )
             recording.add(encode_frame(frame), "request", now, prompt.options.tenant)
+
+
+def _shown_id(request_id: str) -> str:
+    return _MADE_HERE.sub(lambda found: found[0][:_SHOWN_DIGITS], request_id)

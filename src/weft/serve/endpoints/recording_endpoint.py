@@ -13,7 +13,8 @@ from weft.serve.server_state import ServerState
 LAG_POLL_S = 0.05  # while requests run
 IDLE_POLL_S = 0.5
 LEAST_LAG_S = 0.005  # a shorter stall is not recorded
-NEXT_HEADER = b"x-weft-next"
+NEXT_HEADER = b"x-weft-next"  # what to give as `since` next time
+MORE_HEADER = b"x-weft-more"  # 1: the answer was cut, and more frames are there already
 
 
 class RecordingEndpoint:
@@ -27,15 +28,16 @@ class RecordingEndpoint:
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
         since, seconds = _number(query, "since"), _number(query, "seconds")
         earliest = None if seconds is None else clock() - seconds
-        data, number = self._state.recording.read(None if since is None else int(since), earliest, scope["tenant"])
+        part = self._state.recording.read(None if since is None else int(since), earliest, scope["tenant"])
         headers = [
             (b"content-type", b"application/octet-stream"),
-            (b"content-length", b"%d" % len(data)),
+            (b"content-length", b"%d" % len(part.data)),
             (b"cache-control", b"no-store"),
-            (NEXT_HEADER, b"%d" % number),
+            (NEXT_HEADER, b"%d" % part.next),
+            (MORE_HEADER, b"%d" % part.has_more),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": data})
+        await send({"type": "http.response.body", "body": part.data})
 
 
 async def record_lags(state: ServerState) -> None:

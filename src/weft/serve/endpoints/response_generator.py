@@ -233,6 +233,8 @@ class ResponseGenerator:
             raise ApiError(503, f"{SHUT_DOWN}; send the request again later", code="shutdown", retry_after=5)
         if update.failure is not None:
             raise ApiError(503, f"{update.failure}; send the request again", code="engine_died", retry_after=5)
+        if update.end is not None and update.end.reason in ("refused", "error"):
+            self.sequence_ends[update.choice_index] = update.end  # for the recording
         if update.end is not None and update.end.reason == "refused":
             raise _refusal(self.parsed, update.end.predicted_ttft)
         if update.end is not None and update.end.reason == "error":

@@ -307,8 +307,8 @@ class EngineProcessLoop:
         return EngineStep(now, now, None, 0, 0, 0, 0, 0, 0, waiting, 0, free, num_handled=self._num_handled)
 
     def _keep_record(self, record: StepRecord) -> None:
-        self._record = record
         self._step_frame = self._recorder.step(record, self.loop.scheduler.queued_tokens)
+        self._record = record
         if self.step_log is not None:
             self.step_log.write(record)
 

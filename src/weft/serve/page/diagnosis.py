@@ -68,12 +68,14 @@ class Diagnosis:
 
     async def _frames(self, tenant: str) -> list[bytes]:
         """The frames of the last minute. Read in parts, so that streams go on in between."""
-        data, number = self._recording.read(None, clock() - RECORDED_S, tenant)
-        parts = [data]
-        while data and sum(map(len, parts)) < MOST_BYTES:
+        part = self._recording.read(None, clock() - RECORDED_S, tenant)
+        parts = [part.data]
+        while part.has_more:
             await asyncio.sleep(0)
-            data, number = self._recording.read(number, None, tenant)
-            parts.append(data)
+            part = self._recording.read(part.next, None, tenant)
+            parts.append(part.data)
+            if sum(map(len, parts)) > MOST_BYTES and len(parts) > 2:
+                del parts[1]  # the newest frames count; the first part begins with those of the engines
         return parts
 
     async def _run(self, *arguments: str) -> str:

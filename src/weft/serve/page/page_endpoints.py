@@ -51,7 +51,7 @@ class PageEndpoints:
 
     async def profiles(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The device profiles that a question may name, with their limits."""
-        await self._ask({}, send)
+        await self._ask({}, scope["tenant"], send)
 
     async def what_if(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a question by simulation. The simulator checks its fields (weft/sim/what_if.py)."""
@@ -64,9 +64,11 @@ class PageEndpoints:
             raise ApiError(413, message, code="body_too_large")
         try:
             question = msgspec.json.decode(data)
+        except RecursionError:
+            raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
         except msgspec.MsgspecError as error:
             raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-        await self._ask({"question": question}, send)
+        await self._ask({"question": question}, scope["tenant"], send)
 
     async def diagnosis(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What hurts, from the frames of the last minute. {}: no request ran."""
@@ -76,11 +78,11 @@ class PageEndpoints:
             raise ApiError(503, str(error), code="no_diagnosis", retry_after=5) from None
         await send_json(send, 200, answer)
 
-    async def _ask(self, fields: dict[str, object], send: Send) -> None:
+    async def _ask(self, fields: dict[str, object], tenant: str, send: Send) -> None:
         info = self._state.engines.info
         profile = None if info is None else info.profile
         try:
-            answer = await self._what_if.ask(msgspec.json.encode({**fields, "server": profile}))
+            answer = await self._what_if.ask(msgspec.json.encode({**fields, "server": profile}), tenant)
         except Superseded:
             raise ApiError(409, "a newer question took the place of this one", code="superseded") from None
         except WhatIfFailed as error:

@@ -19,7 +19,7 @@ class Superseded(WeftError):
 
 
 class WhatIfProcess:
-    """Asks one question at a time. Of the questions that wait, only the newest is asked.
+    """Asks one question at a time. Of the questions of one tenant that wait, only the newest is asked.
 
     The process starts with the first question. It reads JSON lines and answers each with one. It ends when this process
     does, because its standard input ends.
@@ -29,15 +29,16 @@ class WhatIfProcess:
         self._command, self._answer_s = command, answer_s
         self._process: Process | None = None
         self._turn = asyncio.Lock()
-        self._newest = 0
+        self._newest: dict[str, int] = {}  # number of the newest question, by tenant
+        self._asked = 0
         self._closed = False
 
-    async def ask(self, question: bytes) -> bytes:
+    async def ask(self, question: bytes, tenant: str = "") -> bytes:
         """The answer to a question. Both are JSON without a line break."""
-        self._newest += 1
-        number = self._newest
+        self._asked += 1
+        number = self._newest[tenant] = self._asked
         async with self._turn:
-            if number != self._newest:
+            if number != self._newest[tenant]:
                 raise Superseded("a newer question came")
             try:
                 return await asyncio.wait_for(self._exchange(question), self._answer_s)

@@ -7,7 +7,6 @@ const POLL_MS = 250;
 const RETRY_MS = 1000; // after a failure
 const ABSENT_MS = 10_000; // where the server records nothing
 const FIRST_S = 310; // how much of the past is read at first: what the charts show
-const FULL_BYTES = 2 << 20; // an answer of that size may have been cut: the rest is asked for at once
 
 // The frames of a body: each is four bytes of length, little-endian, and MessagePack.
 export function unpack(buffer) {
@@ -78,7 +77,7 @@ export class Feed {
     }
     this._since = next;
     this._model.add(unpack(body), performance.now() / 1000);
-    return body.byteLength > FULL_BYTES;
+    return response.headers.get("x-weft-more") === "1";
   }
 
   _begin() {
