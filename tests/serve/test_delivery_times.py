@@ -103,7 +103,7 @@ def test_a_refused_request_is_recorded_as_refused_with_its_prediction(clock: Clo
     unused: Any = SimpleNamespace()
     generator = ResponseGenerator(parsed, unused, RequestOutputCollector(), unused, 99.5)
     end = SequenceEnd(7, None, "refused", 100.0, 0, 2.5)
-    with pytest.raises(ApiError, match="would have come after 2.5 s"):
+    with pytest.raises(ApiError, match=r"would have come after 2\.5 s"):
         generator._check(SequenceUpdate(0, None, end))
     buffer = RecordingBuffer()
     generator.sent.record(buffer, "0", [7], {}, generator.sequence_ends, "deadline")
