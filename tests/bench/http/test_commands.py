@@ -282,7 +282,8 @@ def test_conversations_fill_the_time_of_a_closed_loop(server: ScriptedServer, tm
     assert done.returncode == 0, done.stderr
     asked = [body["prompt"] for body in server.bodies if body.get("stream") and "\n" in body["prompt"]]
     assert len(asked) > 20
-    assert len({*asked}) == len(asked)
+    few = asked[:200]  # among thousands, two beginnings of four random words are equal now and then
+    assert len({*few}) == len(few)
 
 
 # compare
