@@ -273,6 +273,8 @@ class _UvicornServer(uvicorn.Server):
                 print(f"  {line}")
         if shown in ("127.0.0.1", "localhost", "[::1]") and host not in ("0.0.0.0", "::"):
             print("  open to this machine only; --host 0.0.0.0 opens it to the network")
+        if self.state.options.page:
+            print(f"  look:     {url}/ in a browser: chat, live timeline, diagnosis")
         print(
             f"  try it:   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
             f'              -d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'\n',
