@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.diagnose import situations
-from weft.diagnose.facts import BlamedPrompt, Facts, Lateness, Yardsticks, charged, facts_of
+from weft.diagnose.facts import BlamedPrompt, Facts, Lateness, Yardsticks, facts_of
 from weft.diagnose.finding import Symptom
 from weft.diagnose.prefixes import prefix_facts
 from weft.diagnose.replay import recorded, replayable
 from weft.diagnose.rules import diagnose
 from weft.diagnose.step_times import StepTimes
 from weft.observe.blame import NEEDED, Cause, LateToken, Part
+from weft.observe.blame_summary import excess
 from weft.observe.frames import PromptFrame, StepFrame
 from weft.observe.recording import EngineRun, Recording
 
@@ -132,17 +133,17 @@ def late(target: float, **seconds: float) -> LateToken:
 
 
 def test_late_seconds_go_to_what_a_token_could_do_without() -> None:
-    assert charged(late(0.02, decodes=0.01, prefill=0.04)) == pytest.approx({Cause.PREFILL: 0.03})
-    assert charged(late(0.02, decodes=0.05, prefill=0.01)) == pytest.approx(
+    assert excess(late(0.02, decodes=0.01, prefill=0.04)) == pytest.approx({Cause.PREFILL: 0.03})
+    assert excess(late(0.02, decodes=0.05, prefill=0.01)) == pytest.approx(
         {Cause.PREFILL: 0.01, Cause.DECODES: 0.03}
     ), "the batch alone is too slow"
-    assert charged(late(0.02, decodes=0.05)) == pytest.approx({Cause.DECODES: 0.03})
+    assert excess(late(0.02, decodes=0.05)) == pytest.approx({Cause.DECODES: 0.03})
 
 
 @given(st.dictionaries(st.sampled_from(Cause), st.floats(0.001, 10), min_size=1), st.floats(0.01, 0.99))
 def test_late_seconds_add_up(parts: dict[Cause, float], share: float) -> None:
     target = share * sum(parts.values())
-    found = charged(late(target, **{str(cause): seconds for cause, seconds in parts.items()}))
+    found = excess(late(target, **{str(cause): seconds for cause, seconds in parts.items()}))
     assert sum(found.values()) == pytest.approx(sum(parts.values()) - target)
     assert all(0 <= seconds <= parts[cause] * (1 + 1e-9) for cause, seconds in found.items())
     if found.keys() & set(NEEDED):

@@ -13,7 +13,8 @@ from weft.core import StepShape
 from weft.core.shape import decodes_alone
 from weft.diagnose.prefixes import PrefixFacts, prefix_facts
 from weft.diagnose.step_times import StepTimes
-from weft.observe.blame import KEPT_GAPS, NEEDED, Cause, LateToken, late_tokens
+from weft.observe.blame import KEPT_GAPS, Cause, late_tokens
+from weft.observe.blame_summary import excess
 from weft.observe.frames import EngineFrame, PromptFrame
 from weft.observe.recording import EngineRun, Recording
 from weft.sim.profiles import Profile, read_profile
@@ -62,7 +63,7 @@ class Lateness:
     """Late tokens of one kind: first tokens, or later ones. Seconds are beyond the targets.
 
     The seconds of a token go first to the causes that it could do without, then to the decode batch and to its own
-    prefill (see `charged`).
+    prefill (see `excess`).
     """
 
     tokens: int = 0  # all tokens of this kind, late or not
@@ -339,24 +340,6 @@ class _Limits:
         return low
 
 
-def charged(token: LateToken) -> dict[Cause, float]:
-    """Divides the seconds beyond a token's target among its causes.
-
-    What every token needs (NEEDED) gets only what the other causes do not cover: without them, it would be in time.
-    """
-    over = token.seconds - token.target
-    needed, others = defaultdict[Cause, float](float), defaultdict[Cause, float](float)
-    for part in token.parts:
-        if part.seconds > 0:
-            (needed if part.cause in NEEDED else others)[part.cause] += part.seconds
-    avoidable, rest = sum(others.values()), sum(needed.values())
-    by_others = min(over, avoidable)
-    found = {cause: seconds * by_others / avoidable for cause, seconds in others.items()}
-    if rest and over > by_others:
-        found |= {cause: seconds * (over - by_others) / rest for cause, seconds in needed.items()}
-    return found
-
-
 def _lateness(
     run: EngineRun,
     recording: Recording,
@@ -390,7 +373,7 @@ def _lateness(
             one["impossible"] += 1
             seconds[is_first]["impossible"] += over
             continue
-        causes = charged(token)
+        causes = excess(token)
         for cause, value in causes.items():
             seconds[is_first][cause] += value
         if token.key in long:

@@ -9,12 +9,11 @@ import numpy as np
 
 from weft.core.promises import CONSTRAINED_STEPS
 from weft.core.step import WaitsFor
-from weft.observe.frames import LateChunk
+from weft.observe.frames import MOST_LATE_CHUNKS, LateChunk
 from weft.observe.recording import EngineRun, Recording
 from weft.observe.run_index import WAITS, Floats, Ints, OwnSlice, RunIndex
 
 MOST_KEYS = 16  # sequences that a part names
-MOST_LATE_CHUNKS = 256  # that a RequestFrame holds
 KEPT_GAPS = 0.99  # share of a sequence's gaps that must be within the target
 ROUNDING = 1e-9  # a share of the target
 

@@ -37,7 +37,7 @@ def summary(late: Iterable[LateToken]) -> BlameSummary:
     """Sums late tokens of one engine process.
 
     A promise is broken if a promised first token is late, or more than 1% of the promised gaps of a sequence. Its main
-    cause is the one with the most seconds beyond the target (see `_excess`), over all late tokens that were promised.
+    cause is the one with the most seconds beyond the target (see `excess`), over all late tokens that were promised.
     """
     counts = {True: 0, False: 0}
     seconds: dict[bool, dict[Cause, float]] = {True: {}, False: {}}
@@ -76,12 +76,12 @@ def _main_cause(tokens: list[LateToken]) -> Cause | None:
         gaps = []
     total: dict[Cause, float] = {}
     for token in firsts + gaps:
-        for cause, seconds in _excess(token).items():
+        for cause, seconds in excess(token).items():
             total[cause] = total.get(cause, 0.0) + seconds
     return max(total, key=lambda cause: total[cause]) if total else None
 
 
-def _excess(token: LateToken) -> dict[Cause, float]:
+def excess(token: LateToken) -> dict[Cause, float]:
     """Seconds of each cause beyond the target.
 
     The target is used first by what every token needs: the decodes of a step, and the slices of the own prompt. The

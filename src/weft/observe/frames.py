@@ -19,6 +19,7 @@ from weft.errors import WeftError
 MAGIC = b"weft-recording"
 VERSION = 1
 LENGTH_BYTES = 4
+MOST_LATE_CHUNKS = 256  # of a sequence; further ones are not recorded
 MOST_FRAME_BYTES = 16 << 20  # a longer frame is damaged
 HEADER = MAGIC + b" %d\n" % VERSION
 
@@ -136,7 +137,7 @@ class RequestFrame(msgspec.Struct, tag=4, array_like=True):
     preemptions: int
     predicted_ttft: float | None
     stream: bool
-    late_chunks: list[LateChunk] = []  # the first 256
+    late_chunks: list[LateChunk] = []  # the first MOST_LATE_CHUNKS
 
 
 class LagFrame(msgspec.Struct, tag=5, array_like=True):

@@ -27,6 +27,7 @@ class RecordingFile:
     def __init__(self, path: Path, most_bytes: int) -> None:
         self.path = path
         self.dropped = 0  # frames, because the disk was too slow
+        self._has_failed = False  # the disk is full, say: nothing more is written
         self._head = b""  # packed frames that each file begins with
         self._most = most_bytes // 2
         self._put_back: list[_Head | None] = []  # at most one item, which ended a batch of frames
@@ -45,6 +46,8 @@ class RecordingFile:
         self._thread.start()
 
     def write(self, frame: bytes) -> None:
+        if self._has_failed:
+            return
         try:
             self._queue.put_nowait(frame)
         except queue.Full:
@@ -73,7 +76,7 @@ class RecordingFile:
                     self._write([item, *self._pending()])
         except OSError as error:
             print(f"weft: --record {self.path}: {error.strerror}; the recording ends here", file=sys.stderr, flush=True)
-            self.write = lambda frame: None  # type: ignore[method-assign]
+            self._has_failed = True
         finally:
             if self.dropped:
                 print(

@@ -13,7 +13,7 @@ from weft import __version__
 from weft.core import CostModel, HostCost, Request, Scheduler, StepBatch, StepRecord, Targets
 from weft.core.promises import Source
 from weft.engine.simulated import VirtualClock
-from weft.observe.frames import EngineFrame, LateChunk, RequestFrame, decode_frame, encode_frame
+from weft.observe.frames import MOST_LATE_CHUNKS, EngineFrame, LateChunk, RequestFrame, decode_frame, encode_frame
 from weft.observe.recording import Recording
 from weft.observe.step_recorder import StepRecorder
 from weft.sim.compare import run_policy
@@ -22,7 +22,6 @@ from weft.sim.simulator import Played, TraceTable, Truth
 from weft.sim.traces import Trace
 
 ENGINE = "0"  # name of the simulated engine in the recording
-MOST_LATE_CHUNKS = 256  # of a request, as on a server
 
 Write = Callable[[bytes], object]  # takes an encoded frame
 

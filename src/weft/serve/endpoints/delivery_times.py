@@ -2,12 +2,11 @@
 
 import re
 
-from weft.observe.frames import LateChunk, RequestFrame, encode_frame
+from weft.observe.frames import MOST_LATE_CHUNKS, LateChunk, RequestFrame, encode_frame
 from weft.observe.recording_buffer import RecordingBuffer
 from weft.serve.engines.messages import PrefillDone, SequenceEnd, clock
 from weft.serve.requests.parsed_request import ParsedRequest
 
-MOST_LATE_CHUNKS = 256  # of a sequence
 # An id that the server made opens a stored response (resp_ID), so it is recorded in part: enough to find it in a log.
 _MADE_HERE = re.compile(r"[0-9a-f]{24}")
 _SHOWN_DIGITS = 8
